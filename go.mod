@@ -1,0 +1,3 @@
+module github.com/kvferry/kvferry
+
+go 1.26.0
