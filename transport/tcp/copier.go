@@ -1,0 +1,193 @@
+package tcp
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+
+	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/transport"
+)
+
+// laneShare is how many bytes make a lane of its own worth while.
+const laneShare = 2 << 20
+
+// copier is a Link seen through one claim's key.
+type copier struct {
+	link   *Link
+	key    [16]byte
+	src    kvferry.Region
+	dst    transport.Memory
+	closed atomic.Bool
+}
+
+var _ transport.Copier = (*copier)(nil)
+
+// errUntried marks a copy that no lane has finished or failed yet; it never leaves this file.
+var errUntried = errors.New("untried")
+
+// Copy spreads the batch over lanes, each copy as a whole on one. A lane that breaks fails the copies that were on it, and the others take the rest.
+func (c *copier) Copy(ctx context.Context, batch []transport.Copy) error {
+	if err := c.ready(ctx); err != nil {
+		for i := range batch {
+			batch[i].Err = err
+		}
+		return err
+	}
+	jobs, total := c.plan(batch)
+	if len(jobs) == 0 {
+		return nil
+	}
+	err := c.spread(ctx, &queue{jobs: jobs}, lanesFor(total, len(jobs), c.link.options.Lanes))
+	short := false
+	for _, j := range jobs {
+		if j.copy.Err == errUntried {
+			j.copy.Err, short = err, true
+		}
+		short = short || (j.copy.Err != nil && ctx.Err() != nil)
+	}
+	if short {
+		return err
+	}
+	return nil
+}
+
+// Close ends the use of this claim's key. Copies that run are not touched: their context ends them.
+func (c *copier) Close() error {
+	c.closed.Store(true)
+	return nil
+}
+
+func (c *copier) ready(ctx context.Context) error {
+	if c.closed.Load() {
+		return errClosed
+	}
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	return nil
+}
+
+// plan checks every copy and makes jobs of those that can be tried.
+func (c *copier) plan(batch []transport.Copy) (jobs []*job, total uint64) {
+	for i := range batch {
+		p := &batch[i]
+		p.CRC32C, p.Err = 0, c.check(p)
+		if p.Err != nil {
+			continue
+		}
+		j := newJob(p)
+		if j.remaining == 0 {
+			continue
+		}
+		p.Err = errUntried
+		jobs = append(jobs, j)
+		total += j.remaining
+	}
+	return jobs, total
+}
+
+func (c *copier) check(p *transport.Copy) error {
+	var to, from uint64
+	for _, s := range p.Dst {
+		if _, err := c.dst.Slice(s); err != nil {
+			return fmt.Errorf("dst %d+%d: %w", s.Offset, s.Length, err)
+		}
+		to += s.Length
+	}
+	for _, s := range p.Src {
+		if s.Region != c.src.ID || s.Offset > c.src.Bytes || s.Length > c.src.Bytes-s.Offset {
+			return fmt.Errorf("src %d+%d: %w", s.Offset, s.Length, transport.ErrRange)
+		}
+		from += s.Length
+	}
+	if to != from {
+		return fmt.Errorf("%d bytes to %d: %w", from, to, transport.ErrRange)
+	}
+	return nil
+}
+
+func lanesFor(total uint64, jobs, most int) int {
+	return max(1, min(most, jobs, int(total/laneShare)))
+}
+
+// queue gives each job to one lane.
+type queue struct {
+	again []*job // of a lane that turned out to be dead; before the others, and of one lane only
+	jobs  []*job
+	next  *atomic.Int64
+}
+
+func (q *queue) take() *job {
+	if len(q.again) > 0 {
+		j := q.again[0]
+		q.again = q.again[1:]
+		return j
+	}
+	if i := q.next.Add(1) - 1; i < int64(len(q.jobs)) {
+		return q.jobs[i]
+	}
+	return nil
+}
+
+// spread works q off on so many lanes, the first of them in this goroutine. It returns the first lane's error if there is one, else any.
+func (c *copier) spread(ctx context.Context, q *queue, lanes int) error {
+	q.next = new(atomic.Int64)
+	errs := make([]error, lanes)
+	var wg sync.WaitGroup
+	for i := 1; i < lanes; i++ {
+		wg.Go(func() { errs[i] = c.work(ctx, queue{jobs: q.jobs, next: q.next}, false) })
+	}
+	errs[0] = c.work(ctx, *q, true)
+	wg.Wait()
+	for _, err := range errs {
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// work runs one lane. A lane that had been idle and that says nothing was dead before we came: its copies are tried once more on a new one.
+func (c *copier) work(ctx context.Context, q queue, wait bool) error {
+	if err := c.link.take(ctx, wait); err != nil {
+		if !wait {
+			return nil // the first lane does the work alone
+		}
+		return err
+	}
+	defer func() { c.link.free <- struct{}{} }()
+	for fresh := false; ; fresh = true {
+		n, err := c.link.lane(ctx, fresh)
+		if err != nil {
+			if ctx.Err() != nil {
+				err = context.Cause(ctx)
+			}
+			fail(q.again, err)
+			return err
+		}
+		err = n.run(ctx, c.key, c.dst, &q)
+		stale := err != nil && n.reused && !n.heard && ctx.Err() == nil && !fresh
+		left := n.jobs
+		c.link.put(n, err != nil)
+		if err == nil || !stale {
+			fail(left, err)
+			fail(q.again, err)
+			return err
+		}
+		for _, j := range left {
+			j.again()
+		}
+		q.again = left
+	}
+}
+
+func fail(jobs []*job, err error) {
+	for _, j := range jobs {
+		if j.copy.Err == errUntried {
+			j.copy.Err = err
+		}
+	}
+}
