@@ -1,0 +1,27 @@
+from collections.abc import Buffer
+
+LOADED: int  # the bytes are there and right
+CHANGED: int  # the slot was given to another block
+CORRUPT: int  # the checksum does not hold
+SKIPPED: int  # was not ready
+
+def copy_blocks(
+    dst: Buffer, dst_planes: Buffer, dst_ids: Buffer, src: Buffer, src_planes: Buffer, src_ids: Buffer, threads: int
+) -> None: ...
+def load_blocks(
+    dst: Buffer,
+    planes: Buffer,
+    ids: Buffer,
+    pool: Buffer,
+    ready: Buffer,
+    offsets: Buffer,
+    headers: Buffer,
+    generations: Buffer,
+    crcs: Buffer,
+    threads: int,
+) -> bytes: ...
+def load_u64(memory: Buffer, offset: int) -> int: ...
+def store_u64(memory: Buffer, offset: int, value: int) -> None: ...
+def swap_u64(memory: Buffer, offset: int, old: int, new: int) -> bool: ...
+def crc32c(data: Buffer, crc: int = 0) -> int: ...
+def isa() -> str: ...
