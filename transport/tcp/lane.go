@@ -3,12 +3,12 @@ package tcp
 import (
 	"context"
 	"fmt"
-	"hash/crc32"
 	"io"
 	"net"
 	"time"
 
 	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/csrc/copyshim"
 	"github.com/kvferry/kvferry/transport"
 )
 
@@ -23,6 +23,7 @@ const (
 // lane is one connection. One Copy at a time uses it; only close may be called from elsewhere.
 type lane struct {
 	conn    *net.TCPConn
+	scatter *scatter
 	stall   time.Duration
 	touched time.Time // when the deadline was last pushed forward
 	usedAt  time.Time // when it was last given back
@@ -34,6 +35,7 @@ type lane struct {
 	out     []byte // requests to be written
 	spans   []span // scratch
 	in      [responseSize]byte
+	ahead   int    // bytes of the next response's header that are in n.in already
 	jobs    []*job // begun and not finished, in order
 	pieces  []piece
 	payload uint64 // bytes that pieces still bring
@@ -48,8 +50,12 @@ type piece struct {
 	request int
 }
 
-func newLane(conn *net.TCPConn, epoch kvferry.Epoch, stall time.Duration) *lane {
-	return &lane{conn: conn, stall: stall, out: appendPreface(nil, epoch)}
+func newLane(conn *net.TCPConn, epoch kvferry.Epoch, stall time.Duration) (*lane, error) {
+	sc, err := newScatter(conn)
+	if err != nil {
+		return nil, err
+	}
+	return &lane{conn: conn, scatter: sc, stall: stall, out: appendPreface(nil, epoch)}, nil
 }
 
 func (n *lane) close() { _ = n.conn.Close() }
@@ -133,9 +139,10 @@ func (n *lane) receive(dst transport.Memory) error {
 			return err
 		}
 	}
-	if err := n.fill(n.in[:]); err != nil {
+	if err := n.fill(n.in[n.ahead:]); err != nil {
 		return err
 	}
+	n.ahead = 0
 	r, err := parseResponse(n.in[:])
 	if err != nil {
 		return fmt.Errorf("%w: %w", transport.ErrLink, err)
@@ -181,13 +188,20 @@ func (n *lane) greet() error {
 }
 
 // payloadInto reads p's bytes to where its job stands in dst. The segments were checked when the job was made.
+// The last read takes the header of the next response with it, where one is due: for small copies this halves the number of system calls.
 func (n *lane) payloadInto(dst transport.Memory, p piece) error {
 	for left := p.length; left > 0; {
 		room := p.job.room(dst, min(left, chunkSize))
-		got, err := n.read(room)
+		var next []byte
+		if uint64(len(room)) == left && len(n.pieces) > 1 {
+			next = n.in[:]
+		}
+		got, err := n.read(room, next)
 		if err != nil {
 			return err
 		}
+		n.ahead = max(0, got-len(room))
+		got -= n.ahead
 		p.job.arrived(room[:got])
 		left -= uint64(got)
 	}
@@ -196,7 +210,7 @@ func (n *lane) payloadInto(dst transport.Memory, p piece) error {
 
 func (n *lane) fill(b []byte) error {
 	for len(b) > 0 {
-		got, err := n.read(b)
+		got, err := n.read(b, nil)
 		if err != nil {
 			return err
 		}
@@ -205,15 +219,16 @@ func (n *lane) fill(b []byte) error {
 	return nil
 }
 
-func (n *lane) read(b []byte) (int, error) {
+// read reads at least one byte into b, and what comes after it into next.
+func (n *lane) read(b, next []byte) (int, error) {
 	n.touch(false)
-	got, err := n.conn.Read(b)
+	got, err := n.scatter.read(b, next)
 	if got > 0 {
 		n.heard = true
 		return got, nil
 	}
 	if err == nil {
-		err = io.ErrNoProgress
+		err = io.EOF
 	}
 	return 0, fmt.Errorf("%w: read: %w", transport.ErrLink, err)
 }
@@ -282,7 +297,7 @@ func (j *job) room(dst transport.Memory, limit uint64) []byte {
 }
 
 func (j *job) arrived(b []byte) {
-	j.crc = crc32.Update(j.crc, castagnoli, b)
+	j.crc = copyshim.Checksum(j.crc, b)
 	j.dst.offset += uint64(len(b))
 }
 

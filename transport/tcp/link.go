@@ -124,7 +124,11 @@ func (l *Link) lane(ctx context.Context, fresh bool) (*lane, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", transport.ErrLink, err)
 	}
-	n := newLane(conn.(*net.TCPConn), l.epoch, l.options.Stall)
+	n, err := newLane(conn.(*net.TCPConn), l.epoch, l.options.Stall)
+	if err != nil {
+		_ = conn.Close()
+		return nil, fmt.Errorf("%w: %w", transport.ErrLink, err)
+	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.closed {
