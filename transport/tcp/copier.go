@@ -11,8 +11,12 @@ import (
 	"github.com/kvferry/kvferry/transport"
 )
 
-// laneShare is how many bytes make a lane of its own worth while.
-const laneShare = 2 << 20
+const (
+	laneShare    = 2 << 20 // bytes that make a lane of its own worth while
+	aheadMax     = 4 << 20 // payload that a lane asks for ahead: as much as a fast link holds
+	aheadMin     = 512 << 10
+	togetherMost = 1 << 20 // payload that small copies make up one request to
+)
 
 // copier is a Link seen through one claim's key.
 type copier struct {
@@ -40,7 +44,7 @@ func (c *copier) Copy(ctx context.Context, batch []transport.Copy) error {
 	if len(jobs) == 0 {
 		return nil
 	}
-	err := c.spread(ctx, &queue{jobs: jobs}, lanesFor(total, len(jobs), c.link.options.Lanes))
+	err := c.spread(ctx, jobs, total)
 	short := false
 	for _, j := range jobs {
 		if j.copy.Err == errUntried {
@@ -109,15 +113,13 @@ func (c *copier) check(p *transport.Copy) error {
 	return nil
 }
 
-func lanesFor(total uint64, jobs, most int) int {
-	return max(1, min(most, jobs, int(total/laneShare)))
-}
-
-// queue gives each job to one lane.
+// queue gives each job to one lane. Each lane has its own, with the same jobs and next.
 type queue struct {
-	again []*job // of a lane that turned out to be dead; before the others, and of one lane only
-	jobs  []*job
-	next  *atomic.Int64
+	again    []*job // of a lane that turned out to be dead; before the others
+	jobs     []*job
+	next     *atomic.Int64
+	ahead    uint64 // payload that a lane asks for ahead, so small that all lanes end together
+	together uint64 // payload of one request that carries several jobs
 }
 
 func (q *queue) take() *job {
@@ -132,15 +134,18 @@ func (q *queue) take() *job {
 	return nil
 }
 
-// spread works q off on so many lanes, the first of them in this goroutine. It returns the first lane's error if there is one, else any.
-func (c *copier) spread(ctx context.Context, q *queue, lanes int) error {
-	q.next = new(atomic.Int64)
+// spread works the jobs off on one or more lanes, the first of them in this goroutine. It returns the first error that there is.
+func (c *copier) spread(ctx context.Context, jobs []*job, total uint64) error {
+	lanes := max(1, min(c.link.options.Lanes, len(jobs), int(total/laneShare)))
+	q := queue{jobs: jobs, next: new(atomic.Int64)}
+	q.ahead = min(aheadMax, max(aheadMin, total/uint64(lanes)/4))
+	q.together = min(togetherMost, q.ahead/2)
 	errs := make([]error, lanes)
 	var wg sync.WaitGroup
 	for i := 1; i < lanes; i++ {
-		wg.Go(func() { errs[i] = c.work(ctx, queue{jobs: q.jobs, next: q.next}, false) })
+		wg.Go(func() { errs[i] = c.work(ctx, q, false) })
 	}
-	errs[0] = c.work(ctx, *q, true)
+	errs[0] = c.work(ctx, q, true)
 	wg.Wait()
 	for _, err := range errs {
 		if err != nil {
@@ -170,7 +175,7 @@ func (c *copier) work(ctx context.Context, q queue, wait bool) error {
 		}
 		err = n.run(ctx, c.key, c.dst, &q)
 		stale := err != nil && n.reused && !n.heard && ctx.Err() == nil && !fresh
-		left := n.jobs
+		left := n.left()
 		c.link.put(n, err != nil)
 		if err == nil || !stale {
 			fail(left, err)

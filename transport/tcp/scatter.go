@@ -8,10 +8,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// scatter reads from a connection into two places with one system call. Deadlines and Close of the connection hold for it.
+// scatter reads from a connection into several places with one system call. Deadlines and Close of the connection hold for it.
 type scatter struct {
 	raw  syscall.RawConn
-	to   [2][]byte
+	to   [][]byte
 	got  int
 	err  error
 	step func(fd uintptr) bool // made once: it would escape on every read
@@ -25,10 +25,10 @@ func newScatter(conn *net.TCPConn) (*scatter, error) {
 	s := &scatter{raw: raw}
 	s.step = func(fd uintptr) bool {
 		for {
-			if len(s.to[1]) == 0 {
+			if len(s.to) == 1 {
 				s.got, s.err = unix.Read(int(fd), s.to[0])
 			} else {
-				s.got, s.err = unix.Readv(int(fd), s.to[:])
+				s.got, s.err = unix.Readv(int(fd), s.to)
 			}
 			if s.err != unix.EINTR {
 				return s.err != unix.EAGAIN
@@ -38,11 +38,11 @@ func newScatter(conn *net.TCPConn) (*scatter, error) {
 	return s, nil
 }
 
-// read fills first, then next. It returns 0 and no error at the end of the stream.
-func (s *scatter) read(first, next []byte) (int, error) {
-	s.to = [2][]byte{first, next}
+// read fills rooms in order. It returns 0 and no error at the end of the stream.
+func (s *scatter) read(rooms [][]byte) (int, error) {
+	s.to = rooms
 	err := s.raw.Read(s.step)
-	s.to = [2][]byte{}
+	s.to = nil
 	if err != nil {
 		return 0, err
 	}

@@ -13,12 +13,12 @@ import (
 const (
 	version        = 1
 	prefaceSize    = 64
-	answerSize     = 16
+	answerSize     = 64
 	requestFixed   = 36 // header and CRC, without ranges
 	rangeSize      = 16
 	rangesMax      = 1024
 	requestSizeMax = requestFixed + rangesMax*rangeSize
-	responseSize   = 32
+	responseSize   = 64
 	payloadMax     = 64 << 20 // of one request, all ranges together
 
 	prefaceMagic  = "KVFDATA1"
@@ -89,8 +89,7 @@ func appendPreface(b []byte, epoch kvferry.Epoch) []byte {
 	b = le.AppendUint32(b, version)
 	b = le.AppendUint32(b, 0)
 	b = append(b, epoch[:]...)
-	b = append(b, make([]byte, prefaceSize-4-32)...)
-	return le.AppendUint32(b, crc32.Checksum(b[at:], castagnoli))
+	return seal(b, at, prefaceSize)
 }
 
 // parsePreface reads the first 64 bytes of a connection.
@@ -102,7 +101,7 @@ func parsePreface(b []byte) (kvferry.Epoch, status, error) {
 	if string(b[:8]) != prefaceMagic {
 		return epoch, 0, fmt.Errorf("%w preface: magic %x", errFormat, b[:8])
 	}
-	if crc32.Checksum(b[:60], castagnoli) != le.Uint32(b[60:]) {
+	if crc32.Checksum(b[:prefaceSize-4], castagnoli) != le.Uint32(b[prefaceSize-4:]) {
 		return epoch, 0, fmt.Errorf("%w preface: crc32c", errFormat)
 	}
 	if le.Uint32(b[8:]) != version {
@@ -113,16 +112,24 @@ func parsePreface(b []byte) (kvferry.Epoch, status, error) {
 }
 
 func appendAnswer(b []byte, s status) []byte {
+	at := len(b)
 	b = append(b, prefaceMagic...)
 	b = le.AppendUint32(b, uint32(s))
-	return le.AppendUint32(b, 0)
+	return seal(b, at, answerSize)
+}
+
+// seal pads what begins at b[at] with zeros and ends it with its CRC32C.
+func seal(b []byte, at, size int) []byte {
+	var zero [64]byte
+	b = append(b, zero[:size-4-(len(b)-at)]...)
+	return le.AppendUint32(b, crc32.Checksum(b[at:], castagnoli))
 }
 
 func parseAnswer(b []byte) (status, error) {
 	if len(b) < answerSize {
 		return 0, errShort
 	}
-	if string(b[:8]) != prefaceMagic || le.Uint32(b[12:]) != 0 {
+	if string(b[:8]) != prefaceMagic || crc32.Checksum(b[:answerSize-4], castagnoli) != le.Uint32(b[answerSize-4:]) {
 		return 0, fmt.Errorf("%w answer: %x", errFormat, b[:answerSize])
 	}
 	return status(le.Uint32(b[8:])), nil
@@ -189,8 +196,7 @@ func appendResponse(b []byte, r response) []byte {
 	b = le.AppendUint32(b, uint32(r.status))
 	b = le.AppendUint64(b, r.id)
 	b = le.AppendUint64(b, r.length)
-	b = le.AppendUint32(b, 0)
-	return le.AppendUint32(b, crc32.Checksum(b[at:], castagnoli))
+	return seal(b, at, responseSize)
 }
 
 func parseResponse(b []byte) (response, error) {
@@ -200,7 +206,7 @@ func parseResponse(b []byte) (response, error) {
 	if string(b[:4]) != responseMagic {
 		return response{}, fmt.Errorf("%w response: magic %x", errFormat, b[:4])
 	}
-	if crc32.Checksum(b[:28], castagnoli) != le.Uint32(b[28:]) {
+	if crc32.Checksum(b[:responseSize-4], castagnoli) != le.Uint32(b[responseSize-4:]) {
 		return response{}, fmt.Errorf("%w response: crc32c", errFormat)
 	}
 	r := response{status(le.Uint32(b[4:])), le.Uint64(b[8:]), le.Uint64(b[16:])}
