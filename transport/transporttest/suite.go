@@ -229,8 +229,9 @@ func cancelledBefore(b *bench) {
 func cancelledMeanwhile(b *bench) {
 	const n, each = 48, size / 48
 	dirty := func(v byte) {
-		for i := range b.dst.Bytes {
-			b.dst.Bytes[i] = v
+		b.dst.Bytes[0] = v
+		for n := 1; n < size; n *= 2 {
+			copy(b.dst.Bytes[n:], b.dst.Bytes[:n])
 		}
 	}
 	for round := range 12 {
@@ -304,10 +305,5 @@ func closeTwice(b *bench) {
 }
 
 func allEqual(b []byte, v byte) bool {
-	for _, x := range b {
-		if x != v {
-			return false
-		}
-	}
-	return true
+	return len(b) == 0 || (b[0] == v && bytes.Equal(b[1:], b[:len(b)-1]))
 }
