@@ -1,0 +1,394 @@
+package handoff
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/daemon/counters"
+	"github.com/kvferry/kvferry/daemon/mover"
+	"github.com/kvferry/kvferry/tiers"
+	"github.com/kvferry/kvferry/transport"
+)
+
+// Ticket names an offer of an instance, here or on another node.
+type Ticket struct {
+	Addresses []string // of Peer services, by rank; one entry serves all ranks
+	OfferID   [16]byte
+	Secret    [16]byte
+	Epoch     kvferry.Epoch
+	Space     kvferry.SpaceID
+}
+
+// FetchRequest asks for blocks of an offer to be brought into the pool.
+type FetchRequest struct {
+	Ticket   Ticket
+	Instance string // that decodes
+	Rank, TP uint32
+	ClaimID  uint64
+	Space    tiers.SpaceRef
+	Shape    tiers.SpaceShape
+	Shard    uint16
+	Hashes   []byte
+}
+
+// FetchStatus is how a block of a fetch ended. Only Fetched means that it is in the pool.
+type FetchStatus uint8
+
+// The statuses.
+const (
+	Fetched FetchStatus = iota + 1
+	NotThere
+	NoRoom
+	Failed
+	TooLate
+)
+
+func (s FetchStatus) String() string {
+	return [...]string{"none", "fetched", "not_there", "no_room", "failed", "too_late"}[min(s, 5)]
+}
+
+// Control is the Peer service of other daemons; package rpc has the client.
+type Control interface {
+	Claim(ctx context.Context, address string, q ClaimRequest) (ClaimAnswer, error)
+	Renew(ctx context.Context, address string, epoch kvferry.Epoch, keys [][16]byte) error
+	EndClaim(ctx context.Context, address string, epoch kvferry.Epoch, key [16]byte, received uint32, reason string) error
+}
+
+// FetcherConfig is what a Fetcher works with; never modified after NewFetcher.
+type FetcherConfig struct {
+	Epoch    kvferry.Epoch
+	Ledger   *tiers.Ledger
+	Pool     transport.Memory
+	Registry *Registry // of this node: a ticket may be of an engine here
+	Control  Control
+	Counters *counters.Set
+	Log      *slog.Logger
+	Peers    int // at most
+}
+
+// Fetcher brings offered blocks from where they lie into the pool of this node.
+type Fetcher struct {
+	cfg FetcherConfig
+
+	mu     sync.Mutex
+	peers  map[string]*peer
+	closed bool
+	wg     sync.WaitGroup
+}
+
+// NewFetcher makes one without peers.
+func NewFetcher(cfg FetcherConfig) *Fetcher { return &Fetcher{cfg: cfg, peers: map[string]*peer{}} }
+
+// claimWait is how long a peer may wait for stores that are still running, at a time.
+const claimWait = 3 * time.Second
+
+// Fetch brings blocks into the pool. It returns when ctx ends at the latest; slots that a transfer still writes then are given back when that is quiet.
+func (f *Fetcher) Fetch(ctx context.Context, q FetchRequest) []FetchStatus {
+	n := len(q.Hashes) / kvferry.HashSize
+	out := make([]FetchStatus, n)
+	var err error
+	if q.Ticket.Epoch == f.cfg.Epoch {
+		err = f.local(ctx, q, out)
+	} else {
+		err = f.remote(ctx, q, out)
+	}
+	if err != nil {
+		f.cfg.Log.Warn("fetch offered blocks", "offer", fmt.Sprintf("%x", q.Ticket.OfferID), "blocks", n, "error", err)
+	}
+	for i := range out {
+		if out[i] == 0 {
+			out[i] = Failed
+			if ctx.Err() != nil {
+				out[i] = TooLate
+			}
+		}
+		f.cfg.Counters.Add("fetch_blocks", out[i].String(), 1)
+	}
+	return out
+}
+
+func (f *Fetcher) claimRequest(ctx context.Context, q FetchRequest, hashes []byte) ClaimRequest {
+	wait := claimWait
+	if until, ok := ctx.Deadline(); ok {
+		wait = min(wait, time.Until(until))
+	}
+	return ClaimRequest{
+		Epoch: q.Ticket.Epoch, OfferID: q.Ticket.OfferID, Secret: q.Ticket.Secret, Instance: q.Instance, Rank: q.Rank, TP: q.TP, ClaimID: q.ClaimID,
+		Space: q.Ticket.Space, Hashes: hashes, Wait: max(wait, 0),
+	}
+}
+
+// local takes an offer of an engine on this node: its blocks are in this pool, or will be.
+func (f *Fetcher) local(ctx context.Context, q FetchRequest, out []FetchStatus) error {
+	for {
+		a, err := f.cfg.Registry.Claim(ctx, f.claimRequest(ctx, q, q.Hashes))
+		if err != nil {
+			return err
+		}
+		pending := 0
+		for i, s := range a.Status {
+			switch s {
+			case Stored:
+				out[i] = Fetched
+			case Missing:
+				out[i] = NotThere
+			default:
+				pending++
+			}
+		}
+		if pending == 0 || ctx.Err() != nil {
+			f.cfg.Registry.EndClaim(a.Key, uint32(len(out)-pending), "")
+			return ctx.Err()
+		}
+	}
+}
+
+// remote claims an offer at the node that has it and reads the blocks from there.
+func (f *Fetcher) remote(ctx context.Context, q FetchRequest, out []FetchStatus) error {
+	address := q.Ticket.Addresses[0]
+	if int(q.Rank) < len(q.Ticket.Addresses) {
+		address = q.Ticket.Addresses[q.Rank]
+	}
+	p, err := f.peer(address)
+	if err != nil {
+		return err
+	}
+	if !p.health.Allow(time.Now()) {
+		state, reason, since := p.health.View()
+		return fmt.Errorf("%w: peer %s is %v since %s: %s", transport.ErrLink, address, state, since.Format(time.RFC3339), reason)
+	}
+	todo := make([]int, len(out))
+	for i := range todo {
+		todo[i] = i
+	}
+	var key [16]byte
+	for len(todo) > 0 {
+		a, err := f.cfg.Control.Claim(ctx, address, f.claimRequest(ctx, q, pick(q.Hashes, todo)))
+		if err != nil {
+			p.report(err)
+			return fmt.Errorf("claim at %s: %w", address, err)
+		}
+		key = a.Key
+		if a.ShardBytes != q.Shape.ShardBytes {
+			err = fmt.Errorf("%w: shard of %d bytes, here %d", ErrMismatch, a.ShardBytes, q.Shape.ShardBytes)
+			f.endClaim(p, q, key, 0, err)
+			return err
+		}
+		pending, err := f.read(ctx, p, q, a, todo, out)
+		if err != nil {
+			p.report(err)
+			f.endClaim(p, q, key, 0, err)
+			return fmt.Errorf("read from %s: %w", address, err)
+		}
+		todo = pending
+	}
+	p.report(nil)
+	received := uint32(0)
+	for _, s := range out {
+		if s == Fetched {
+			received++
+		}
+	}
+	f.endClaim(p, q, key, received, nil)
+	return nil
+}
+
+func pick(hashes []byte, at []int) []byte {
+	out := make([]byte, 0, len(at)*kvferry.HashSize)
+	for _, i := range at {
+		out = append(out, hashes[i*kvferry.HashSize:][:kvferry.HashSize]...)
+	}
+	return out
+}
+
+// read copies what a claim says is stored, and answers the indexes of what is pending there. at are the indexes of the claimed blocks.
+func (f *Fetcher) read(ctx context.Context, p *peer, q FetchRequest, a ClaimAnswer, at []int, out []FetchStatus) (pending []int, err error) {
+	var blocks []tiers.Block
+	var source []int // index into the claim, beside blocks
+	for i, s := range a.Status {
+		switch s {
+		case Stored:
+			b := tiers.Block{Hash: kvferry.Hash(q.Hashes[at[i]*kvferry.HashSize:])}
+			if at[i] > 0 {
+				b.Parent = kvferry.Hash(q.Hashes[(at[i]-1)*kvferry.HashSize:])
+			}
+			blocks, source = append(blocks, b), append(source, i)
+		case Pending:
+			pending = append(pending, at[i])
+		default:
+			out[at[i]] = NotThere
+		}
+	}
+	if len(blocks) == 0 {
+		return pending, nil
+	}
+	t := &transferIn{f: f, crcs: make([]uint32, 0, len(blocks)), done: make(chan struct{})}
+	var running []int
+	for k, fill := range f.cfg.Ledger.BeginFill(q.Space, q.Shard, blocks) {
+		i := source[k]
+		switch fill.Status {
+		case tiers.FillNew:
+			t.add(f.cfg.Pool.ID, fill, kvferry.Segment{Region: p.region.ID, Offset: a.Offsets[i], Length: a.ShardBytes}, a.CRC32C[i], at[i])
+		case tiers.FillBusy:
+			out[at[i]] = NoRoom
+		case tiers.FillPresent:
+			out[at[i]] = Fetched
+		default:
+			running = append(running, at[i])
+		}
+	}
+	err = t.run(ctx, p, a, out)
+	f.awaitOthers(ctx, q, running, out)
+	return pending, err
+}
+
+// awaitOthers waits for blocks that somebody else is fetching already: requests that share a prefix fetch it once.
+func (f *Fetcher) awaitOthers(ctx context.Context, q FetchRequest, at []int, out []FetchStatus) {
+	if len(at) == 0 {
+		return
+	}
+	hashes := pick(q.Hashes, at)
+	for {
+		states, changed := f.cfg.Ledger.Await(q.Space, q.Shard, hashes)
+		filling := 0
+		for i, s := range states {
+			switch s {
+			case tiers.SlotFilling:
+				filling++
+			case tiers.SlotResident:
+				out[at[i]] = Fetched
+			default:
+				out[at[i]] = Failed
+			}
+		}
+		if filling == 0 {
+			return
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// endClaim gives a claim back without making anybody wait for it.
+func (f *Fetcher) endClaim(p *peer, q FetchRequest, key [16]byte, received uint32, cause error) {
+	reason := ""
+	if cause != nil {
+		reason = cause.Error()
+		reason = reason[:min(len(reason), 256)]
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.closed {
+		return // the claim ends with its lease
+	}
+	f.wg.Go(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
+		defer cancel()
+		if err := f.cfg.Control.EndClaim(ctx, p.address, q.Ticket.Epoch, key, received, reason); err != nil {
+			f.cfg.Log.Debug("end claim", "peer", p.address, "error", err) // it ends with its lease
+		}
+	})
+}
+
+// transferIn is one transfer from a peer's pool into this one.
+type transferIn struct {
+	f     *Fetcher
+	fills []tiers.Fill
+	crcs  []uint32 // that the peer told
+	at    []int    // index into the request
+	batch []transport.Copy
+	done  chan struct{}
+
+	mu     sync.Mutex
+	status []FetchStatus // beside fills; set when done
+	err    error
+}
+
+func (t *transferIn) add(pool kvferry.RegionID, fill tiers.Fill, src kvferry.Segment, crc uint32, at int) {
+	t.fills = append(t.fills, fill)
+	t.crcs = append(t.crcs, crc)
+	t.at = append(t.at, at)
+	t.batch = append(t.batch, transport.Copy{
+		Dst: []kvferry.Segment{{Region: pool, Offset: fill.Place.Offset, Length: fill.Place.Length}}, Src: []kvferry.Segment{src},
+	})
+}
+
+// run submits the transfer and waits until it is quiet or ctx has ended.
+func (t *transferIn) run(ctx context.Context, p *peer, a ClaimAnswer, out []FetchStatus) error {
+	if len(t.fills) == 0 {
+		return nil
+	}
+	copier := p.copier(a, t.f.cfg.Pool)
+	deadline, _ := ctx.Deadline()
+	m := &mover.Transfer{Class: kvferry.ClassHandoff, Copier: copier, Batch: t.batch, Deadline: deadline}
+	m.Quiet = func(mover.Outcome) { t.quiet(copier) }
+	if err := p.link.Submit(m); err != nil {
+		_ = copier.Close()
+		t.f.cfg.Ledger.Abort(t.fills)
+		if errors.Is(err, mover.ErrBusy) {
+			for _, i := range t.at {
+				out[i] = NoRoom
+			}
+			return nil
+		}
+		return err
+	}
+	select {
+	case <-t.done:
+	case <-ctx.Done():
+		m.End(mover.Expired)
+		return context.Cause(ctx)
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for k, i := range t.at {
+		out[i] = t.status[k]
+	}
+	return t.err
+}
+
+// quiet publishes what came whole and right, and gives the rest back. Also when the outcome was decided against the transfer: a block that is right is right.
+func (t *transferIn) quiet(copier transport.Copier) {
+	_ = copier.Close()
+	status := make([]FetchStatus, len(t.fills))
+	var good, bad []tiers.Fill
+	var crcs []uint32
+	var first error
+	wrong := 0
+	for k := range t.batch {
+		c := &t.batch[k]
+		switch {
+		case c.Err != nil:
+			status[k] = Failed
+			if first == nil {
+				first = c.Err
+			}
+		case c.CRC32C != t.crcs[k]:
+			status[k] = Failed
+			wrong++
+		default:
+			status[k] = Fetched
+			good, crcs = append(good, t.fills[k]), append(crcs, c.CRC32C)
+			continue
+		}
+		bad = append(bad, t.fills[k])
+	}
+	if wrong > 0 {
+		t.f.cfg.Counters.Add("broken_blocks", "peer", wrong)
+		t.f.cfg.Log.Error("blocks from a peer had the wrong checksum, and were thrown away", "blocks", wrong)
+	}
+	t.f.cfg.Ledger.Commit(time.Now(), good, crcs)
+	t.f.cfg.Ledger.Abort(bad)
+	t.mu.Lock()
+	t.status, t.err = status, first
+	t.mu.Unlock()
+	close(t.done)
+}

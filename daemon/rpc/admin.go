@@ -1,0 +1,182 @@
+package rpc
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/daemon/counters"
+	"github.com/kvferry/kvferry/daemon/handoff"
+	"github.com/kvferry/kvferry/daemon/health"
+	"github.com/kvferry/kvferry/daemon/mover"
+	"github.com/kvferry/kvferry/daemon/session"
+	pb "github.com/kvferry/kvferry/proto/kvferry/v1"
+	"github.com/kvferry/kvferry/tiers"
+	"github.com/kvferry/kvferry/tiers/pool"
+)
+
+// Admin serves the Admin API. All fields are set before it serves and never modified after.
+type Admin struct {
+	pb.UnimplementedAdminServer
+	Node       string
+	Epoch      kvferry.Epoch
+	Started    time.Time
+	Build      string
+	GoVersion  string
+	ConfigYAML string
+	Sessions   *session.Manager
+	Ledger     *tiers.Ledger
+	Registry   *handoff.Registry
+	Fetcher    *handoff.Fetcher
+	Local      *mover.Link
+	Counters   *counters.Set
+	Draining   func() bool
+}
+
+// Status is pb.AdminServer.
+func (a *Admin) Status(context.Context, *pb.StatusRequest) (*pb.StatusResponse, error) {
+	st, link := a.Ledger.Stats(), a.Local.Stats()
+	r := &pb.StatusResponse{
+		Node: a.Node, Health: pb.Health_HEALTH_OK, Epoch: a.Epoch[:], StartedUnixMs: a.Started.UnixMilli(), Version: a.Build, Spaces: uint32(st.Spaces),
+		OffersOpen: uint32(a.Registry.OpenOffers()), TransfersQueued: uint32(link.Queued), TransfersRunning: uint32(link.Running), Draining: a.Draining(),
+		Tiers: []*pb.TierStatus{{
+			Tier: kvferry.DRAM.String(), CapacityBytes: st.CapacityBytes, UsedBytes: st.UsedBytes, FreeBytes: st.FreeBytes, Blocks: uint64(st.Blocks),
+			LeasedBlocks: uint64(st.Leases), PinnedSlots: uint64(st.Pins),
+		}},
+		Problems: a.problems(st),
+	}
+	for _, p := range a.Fetcher.Peers() {
+		r.TransfersQueued += uint32(p.Queued)
+		r.TransfersRunning += uint32(p.Running)
+	}
+	for _, s := range a.Sessions.All() {
+		if s.Hello().Role == session.Worker {
+			r.Workers++
+		} else {
+			r.Schedulers++
+		}
+	}
+	for _, c := range append(a.Counters.All(), LedgerCounters(st.Counts)...) {
+		r.Counters = append(r.Counters, &pb.Counter{Name: c.Name, Reason: c.Reason, Value: c.Value})
+	}
+	if len(r.Problems) > 0 {
+		r.Health = pb.Health_HEALTH_DEGRADED
+	}
+	return r, nil
+}
+
+// LedgerCounters are the ledger's totals in the form of the others.
+func LedgerCounters(c tiers.Counts) []counters.Count {
+	n := func(name, reason string, v uint64) counters.Count {
+		return counters.Count{Key: counters.Key{Name: name, Reason: reason}, Value: v}
+	}
+	return []counters.Count{
+		n("lookup_blocks", "dram", c.DRAM), n("lookup_blocks", "miss", c.Missed), n("removed_blocks", "evicted", c.Evicted), n("removed_blocks", "dropped", c.Dropped),
+		n("removed_blocks", "incomplete", c.Incomplete), n("slabs", "reclaimed", c.Reclaimed),
+	}
+}
+
+func (a *Admin) problems(st tiers.Stats) []*pb.Problem {
+	var out []*pb.Problem
+	for _, p := range a.Fetcher.Peers() {
+		if p.State != health.OK {
+			out = append(out, &pb.Problem{Component: "peer " + p.Address, Reason: fmt.Sprintf("%v: %s", p.State, p.Reason), SinceUnixMs: p.Since.UnixMilli(),
+				NextCommand: "kvferry offers"})
+		}
+	}
+	slices.SortFunc(out, func(x, y *pb.Problem) int { return cmp.Compare(x.Component, y.Component) })
+	if n := a.Counters.Value("broken_blocks", "pool") + a.Counters.Value("broken_blocks", "peer"); n > 0 {
+		out = append(out, &pb.Problem{Component: "integrity", Reason: fmt.Sprintf("%d blocks had a wrong checksum and were thrown away: suspect memory or network", n),
+			SinceUnixMs: a.Started.UnixMilli(), NextCommand: "kvferry status -o json"})
+	}
+	if a.Draining() {
+		out = append(out, &pb.Problem{Component: "daemon", Reason: "draining: no new stores and offers", SinceUnixMs: time.Now().UnixMilli(), NextCommand: "kvferry workers"})
+	}
+	return out
+}
+
+// Workers is pb.AdminServer.
+func (a *Admin) Workers(context.Context, *pb.WorkersRequest) (*pb.WorkersResponse, error) {
+	r := &pb.WorkersResponse{}
+	for _, s := range a.Sessions.All() {
+		v := s.View()
+		r.Workers = append(r.Workers, &pb.Worker{
+			SessionId: s.ID, Role: pb.Role(v.Hello.Role), Instance: v.Hello.Instance, Rank: v.Hello.Rank, Ranks: v.Hello.Ranks, Pid: v.Credentials.PID, Uid: v.Credentials.UID,
+			Engine: v.Hello.Engine, EngineVersion: v.Hello.EngineVersion, SpaceId: v.Space[:], LentBytes: v.LentBytes, Mode: v.Mode, AttachedUnixMs: v.Attached.UnixMilli(),
+			Operations: uint32(v.Operations), PinnedSlots: uint32(v.Pins), Leases: uint32(v.Leases), StoredBlocks: v.Stored, LoadedBlocks: v.Loaded,
+			ServingAddress: v.Hello.ServingAddress,
+		})
+	}
+	slices.SortFunc(r.Workers, func(x, y *pb.Worker) int { return cmp.Compare(x.SessionId, y.SessionId) })
+	return r, nil
+}
+
+// Spaces is pb.AdminServer.
+func (a *Admin) Spaces(context.Context, *pb.SpacesRequest) (*pb.SpacesResponse, error) {
+	r := &pb.SpacesResponse{}
+	for _, s := range a.Ledger.Spaces() {
+		i := &pb.SpaceInfo{SpaceId: s.Shape.ID[:], ShardBytes: s.Shape.ShardBytes, Shards: uint32(s.Shape.Shards), Blocks: uint64(s.Blocks), Bytes: s.Bytes}
+		if space, ok := a.Sessions.Space(s.Shape.ID); ok {
+			i.Space, i.Preimage = spaceProto(space), space.Preimage()
+		}
+		r.Spaces = append(r.Spaces, i)
+	}
+	slices.SortFunc(r.Spaces, func(x, y *pb.SpaceInfo) int { return slices.Compare(x.SpaceId, y.SpaceId) })
+	return r, nil
+}
+
+// Blocks is pb.AdminServer.
+func (a *Admin) Blocks(_ context.Context, q *pb.BlocksRequest) (*pb.BlocksResponse, error) {
+	var space *kvferry.SpaceID
+	if b := q.GetSpaceId(); len(b) > 0 {
+		id, err := id32("blocks.space_id", b)
+		if err != nil {
+			return nil, err
+		}
+		space = (*kvferry.SpaceID)(&id)
+	}
+	limit := int(q.GetLimit())
+	if limit == 0 {
+		limit = 100
+	}
+	if limit > 10000 {
+		return nil, invalid("blocks.limit", "at most 10000")
+	}
+	if len(q.GetHashPrefix()) > kvferry.HashSize {
+		return nil, invalid("blocks.hash_prefix", "at most 32 bytes")
+	}
+	views, total := a.Ledger.Blocks(time.Now(), space, q.GetHashPrefix(), limit)
+	r := &pb.BlocksResponse{Total: uint64(total)}
+	for _, v := range views {
+		r.Blocks = append(r.Blocks, &pb.BlockInfo{
+			SpaceId: v.Space[:], Hash: v.Hash[:], Parent: v.Parent[:], Matchable: v.Reachable, ShardsResident: uint32(v.Resident), Children: uint32(v.Children),
+			Leases: uint32(v.Leases), Pins: uint32(v.Pins), Tier: kvferry.DRAM.String(), Bytes: v.Bytes, IdleMs: v.Idle.Milliseconds(),
+		})
+	}
+	return r, nil
+}
+
+// Offers is pb.AdminServer.
+func (a *Admin) Offers(context.Context, *pb.OffersRequest) (*pb.OffersResponse, error) {
+	r := &pb.OffersResponse{}
+	for _, v := range a.Registry.List(time.Now()) {
+		r.Offers = append(r.Offers, &pb.OfferInfo{
+			OfferId: v.ID[:], RequestId: v.RequestID, Instance: v.Instance, State: v.State.String(), Reason: v.Reason, Blocks: uint32(len(v.Hashes) / kvferry.HashSize),
+			Tokens: v.Tokens, AgeMs: v.Age.Milliseconds(), ExpiresInMs: v.ExpiresIn.Milliseconds(), ClaimedBy: v.Claimer, Path: v.Path,
+		})
+	}
+	return r, nil
+}
+
+// Config is pb.AdminServer.
+func (a *Admin) Config(context.Context, *pb.ConfigRequest) (*pb.ConfigResponse, error) {
+	return &pb.ConfigResponse{Yaml: a.ConfigYAML}, nil
+}
+
+// Version is pb.AdminServer.
+func (a *Admin) Version(context.Context, *pb.VersionRequest) (*pb.VersionResponse, error) {
+	return &pb.VersionResponse{Version: a.Build, WireVersion: session.WireVersion, PoolFormat: pool.Format, GoVersion: a.GoVersion}, nil
+}

@@ -1,0 +1,169 @@
+// Package rpc is the daemon's gRPC, both directions: it translates messages and delegates. Every error becomes a status in one table (errors.go). It owns nothing but client connections to peers.
+package rpc
+
+import (
+	"context"
+	"errors"
+	"io"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/daemon/session"
+	pb "github.com/kvferry/kvferry/proto/kvferry/v1"
+)
+
+// Engine serves the Engine API.
+type Engine struct {
+	pb.UnimplementedEngineServer
+	Sessions    *session.Manager
+	Epoch       kvferry.Epoch
+	PoolBytes   uint64
+	PeerAddress string
+	Version     string
+	Limits      session.Limits
+}
+
+// Session is pb.EngineServer.
+func (e *Engine) Session(stream grpc.BidiStreamingServer[pb.SessionRequest, pb.SessionResponse]) error {
+	cred, err := callerOf(stream.Context())
+	if err != nil {
+		return statusOf(err)
+	}
+	first, err := stream.Recv()
+	if err != nil {
+		return err
+	}
+	if first.GetHello() == nil {
+		return status.Error(codes.FailedPrecondition, "hello: must be the first message of a session")
+	}
+	s, err := e.Sessions.Open(helloOf(first.GetHello()), cred)
+	if err != nil {
+		return statusOf(err)
+	}
+	if err := stream.Send(e.welcome(s)); err != nil {
+		s.Close(err)
+		return err
+	}
+	ctx, cancel := context.WithCancelCause(stream.Context())
+	go func() { cancel(receive(stream, s)) }()
+	err = deliver(ctx, stream, s)
+	s.Close(err)
+	if errors.Is(err, io.EOF) || errors.Is(err, context.Canceled) {
+		return nil
+	}
+	return statusOf(err)
+}
+
+func (e *Engine) welcome(s *session.Session) *pb.SessionResponse {
+	token, space := s.Token(), s.SpaceID()
+	return &pb.SessionResponse{Message: &pb.SessionResponse_Welcome{Welcome: &pb.Welcome{
+		Epoch: e.Epoch[:], SessionId: s.ID, Token: token[:], SpaceId: space[:], PoolBytes: e.PoolBytes, Words: session.WordsPerSession,
+		StoreBlocksMax: uint32(e.Limits.StoreBlocks), LoadBlocksMax: uint32(e.Limits.LoadBlocks), MatchBlocksMax: uint32(e.Limits.MatchBlocks),
+		WireVersion: session.WireVersion, PeerAddress: e.PeerAddress, Version: e.Version,
+	}}}
+}
+
+// deliver sends the session's events until it or the stream ends, and answers why.
+func deliver(ctx context.Context, stream grpc.BidiStreamingServer[pb.SessionRequest, pb.SessionResponse], s *session.Session) error {
+	for {
+		events, err := s.Next(ctx)
+		if err != nil {
+			return err
+		}
+		for _, ev := range events {
+			if err := stream.Send(response(ev)); err != nil {
+				return err
+			}
+		}
+	}
+}
+
+// receive delegates the process's messages until the stream ends, and answers why. A message that cannot be parsed at all ends the session; one that is wrong is refused.
+func receive(stream grpc.BidiStreamingServer[pb.SessionRequest, pb.SessionResponse], s *session.Session) error {
+	for {
+		m, err := stream.Recv()
+		if err != nil {
+			return err
+		}
+		if err := dispatch(s, m); err != nil {
+			return err
+		}
+	}
+}
+
+func dispatch(s *session.Session, m *pb.SessionRequest) error {
+	switch m := m.GetMessage().(type) {
+	case *pb.SessionRequest_Store:
+		r, err := storeOf(m.Store)
+		if err != nil {
+			s.Reject(r.Operation, "store", err)
+			return nil
+		}
+		s.Store(r)
+	case *pb.SessionRequest_Load:
+		r, err := loadOf("load", m.Load)
+		if err != nil {
+			s.Reject(r.Operation, "load", err)
+			return nil
+		}
+		s.Load(r)
+	case *pb.SessionRequest_Accept:
+		r, err := loadOf("accept.load", m.Accept.GetLoad())
+		if err == nil {
+			r.Ticket, err = ticketOf(m.Accept.GetTicket())
+		}
+		if err != nil {
+			s.Reject(r.Operation, "accept", err)
+			return nil
+		}
+		s.Load(r)
+	case *pb.SessionRequest_Release:
+		s.Release(m.Release.GetOperations(), m.Release.GetWrongBlocks())
+	case *pb.SessionRequest_Revoke:
+		s.Revoke(m.Revoke.GetOperations())
+	case *pb.SessionRequest_Offer:
+		r, err := offerOf(m.Offer)
+		if err != nil {
+			s.Refuse(err)
+			return nil
+		}
+		s.Offer(r)
+	case *pb.SessionRequest_ReleaseLease:
+		s.ReleaseLease(m.ReleaseLease.GetRequestIds())
+	case *pb.SessionRequest_UseSpace:
+		s.UseSpace(m.UseSpace.GetSequence(), spaceOf(m.UseSpace.GetSpace()))
+	case *pb.SessionRequest_Hello:
+		return status.Error(codes.FailedPrecondition, "hello: this session has had one")
+	default:
+		return status.Error(codes.InvalidArgument, "message: none that this daemon knows")
+	}
+	return nil
+}
+
+// Match is pb.EngineServer.
+func (e *Engine) Match(ctx context.Context, r *pb.MatchRequest) (*pb.MatchResponse, error) {
+	cred, err := callerOf(ctx)
+	if err != nil {
+		return nil, statusOf(err)
+	}
+	s, err := e.Sessions.Find(r.GetSessionId())
+	if err != nil {
+		return nil, statusOf(err)
+	}
+	if s.Credentials() != cred {
+		return nil, status.Error(codes.PermissionDenied, "session_id: is another process's")
+	}
+	space, err := id32("match.space_id", r.GetSpaceId())
+	if err != nil {
+		return nil, err
+	}
+	res, err := s.Match(session.Match{RequestID: r.GetRequestId(), Space: space, Hashes: r.GetHashes(), Lease: ms(r.GetLeaseMs())})
+	if err != nil {
+		return nil, statusOf(err)
+	}
+	n := uint32(res.Blocks)
+	return &pb.MatchResponse{Blocks: n, DramBlocks: n, RestoreUs: uint32(min(res.Restore.Microseconds(), 1<<32-1)), LeaseMs: msOf(res.Lease)}, nil
+}

@@ -1,0 +1,257 @@
+package rpc
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/status"
+
+	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/daemon/handoff"
+	"github.com/kvferry/kvferry/daemon/session"
+	pb "github.com/kvferry/kvferry/proto/kvferry/v1"
+	"github.com/kvferry/kvferry/transport"
+)
+
+const claimWaitMax = 5 * time.Second
+
+// Peer serves the Peer API.
+type Peer struct {
+	pb.UnimplementedPeerServer
+	Registry  *handoff.Registry
+	Epoch     kvferry.Epoch
+	HashesMax int
+}
+
+// Claim is pb.PeerServer.
+func (p *Peer) Claim(ctx context.Context, r *pb.ClaimRequest) (*pb.ClaimResponse, error) {
+	q := handoff.ClaimRequest{Instance: r.GetInstance(), Rank: r.GetRank(), TP: r.GetTp(), ClaimID: r.GetClaimId(), Hashes: r.GetHashes(), Wait: ms(r.GetWaitMs())}
+	if r.GetWireVersion() != session.WireVersion {
+		return nil, status.Errorf(codes.Unimplemented, "claim.wire_version: %d: this daemon speaks %d", r.GetWireVersion(), session.WireVersion)
+	}
+	var err error
+	if q.Epoch, err = id16("claim.epoch", r.GetEpoch()); err != nil {
+		return nil, err
+	}
+	if q.OfferID, err = id16("claim.offer_id", r.GetOfferId()); err != nil {
+		return nil, err
+	}
+	if q.Secret, err = id16("claim.secret", r.GetSecret()); err != nil {
+		return nil, err
+	}
+	if q.Space, err = id32("claim.space_id", r.GetSpaceId()); err != nil {
+		return nil, err
+	}
+	switch n := len(q.Hashes); {
+	case n == 0 || n%kvferry.HashSize != 0 || n/kvferry.HashSize > p.HashesMax:
+		return nil, invalid("claim.hashes", fmt.Sprintf("%d bytes: must be 1 to %d hashes of 32 bytes", n, p.HashesMax))
+	case len(q.Instance) < 1 || len(q.Instance) > 128:
+		return nil, invalid("claim.instance", "must have 1 to 128 bytes")
+	case q.Wait > claimWaitMax:
+		return nil, invalid("claim.wait_ms", "at most 5000")
+	case q.Rank > 4095:
+		return nil, invalid("claim.rank", "at most 4095")
+	}
+	a, err := p.Registry.Claim(ctx, q)
+	if err != nil {
+		return nil, statusOf(err)
+	}
+	out := &pb.ClaimResponse{DataAddress: a.DataAddress, DataKey: a.Key[:], Status: make([]byte, len(a.Status)), Offsets: a.Offsets, Crc32C: a.CRC32C,
+		ShardBytes: a.ShardBytes, LeaseMs: msOf(a.Lease)}
+	for i, s := range a.Status {
+		out.Status[i] = byte(s)
+	}
+	return out, nil
+}
+
+// Renew is pb.PeerServer.
+func (p *Peer) Renew(_ context.Context, r *pb.RenewRequest) (*pb.RenewResponse, error) {
+	if err := p.mine("renew.epoch", r.GetEpoch()); err != nil {
+		return nil, err
+	}
+	if len(r.GetDataKeys()) > 4096 {
+		return nil, invalid("renew.data_keys", "at most 4096")
+	}
+	var keys [][16]byte
+	for _, b := range r.GetDataKeys() {
+		k, err := id16("renew.data_keys", b)
+		if err != nil {
+			return nil, err
+		}
+		keys = append(keys, k)
+	}
+	out := &pb.RenewResponse{}
+	for _, k := range p.Registry.Renew(keys) {
+		out.Ended = append(out.Ended, k[:])
+	}
+	return out, nil
+}
+
+// EndClaim is pb.PeerServer.
+func (p *Peer) EndClaim(_ context.Context, r *pb.EndClaimRequest) (*pb.EndClaimResponse, error) {
+	if err := p.mine("end_claim.epoch", r.GetEpoch()); err != nil {
+		return nil, err
+	}
+	k, err := id16("end_claim.data_key", r.GetDataKey())
+	if err != nil {
+		return nil, err
+	}
+	if len(r.GetReason()) > 256 {
+		return nil, invalid("end_claim.reason", "at most 256 bytes")
+	}
+	p.Registry.EndClaim(k, r.GetBlocksReceived(), r.GetReason())
+	return &pb.EndClaimResponse{}, nil
+}
+
+func (p *Peer) mine(field string, b []byte) error {
+	e, err := id16(field, b)
+	if err != nil {
+		return err
+	}
+	if kvferry.Epoch(e) != p.Epoch {
+		return status.Errorf(codes.NotFound, "%s: this daemon's is %v", field, p.Epoch)
+	}
+	return nil
+}
+
+// Peers is the client side of the Peer API: handoff.Control.
+type Peers struct {
+	mu    sync.Mutex
+	conns map[string]*grpc.ClientConn
+}
+
+const peerConnsMax = 1024
+
+// NewPeers makes one without connections.
+func NewPeers() *Peers { return &Peers{conns: map[string]*grpc.ClientConn{}} }
+
+func (p *Peers) client(address string) (pb.PeerClient, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	c := p.conns[address]
+	if c == nil {
+		if len(p.conns) >= peerConnsMax {
+			for a, old := range p.conns { // any: it is dialled again when it is needed
+				_ = old.Close()
+				delete(p.conns, a)
+				break
+			}
+		}
+		var err error
+		c, err = grpc.NewClient("passthrough:///"+address, grpc.WithTransportCredentials(insecure.NewCredentials()),
+			grpc.WithContextDialer(dialPeer), grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(messageMax)),
+			grpc.WithConnectParams(grpc.ConnectParams{
+				// The circuit breaker of package handoff decides when to try again: gRPC itself should not make it wait.
+				Backoff:           backoff.Config{BaseDelay: 50 * time.Millisecond, Multiplier: 1.6, MaxDelay: time.Second},
+				MinConnectTimeout: time.Second,
+			}))
+		if err != nil {
+			return nil, fmt.Errorf("%w: dial %s: %v", transport.ErrLink, address, err)
+		}
+		p.conns[address] = c
+	}
+	return pb.NewPeerClient(c), nil
+}
+
+// dialPeer connects with a bound on how long sent bytes may stay unacknowledged: gRPC's own keepalive cannot be set below 10 s.
+func dialPeer(ctx context.Context, address string) (net.Conn, error) {
+	d := net.Dialer{Timeout: time.Second, Control: func(_, _ string, c syscall.RawConn) error {
+		var serr error
+		err := c.Control(func(fd uintptr) { serr = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, 1000) })
+		if err != nil {
+			return err
+		}
+		return serr
+	}}
+	return d.DialContext(ctx, "tcp", address)
+}
+
+// Claim is handoff.Control.
+func (p *Peers) Claim(ctx context.Context, address string, q handoff.ClaimRequest) (handoff.ClaimAnswer, error) {
+	c, err := p.client(address)
+	if err != nil {
+		return handoff.ClaimAnswer{}, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, q.Wait+time.Second)
+	defer cancel()
+	r, err := c.Claim(ctx, &pb.ClaimRequest{
+		WireVersion: session.WireVersion, Epoch: q.Epoch[:], OfferId: q.OfferID[:], Secret: q.Secret[:], Instance: q.Instance, Rank: q.Rank, ClaimId: q.ClaimID,
+		SpaceId: q.Space[:], Hashes: q.Hashes, WaitMs: msOf(q.Wait), Tp: q.TP,
+	})
+	if err != nil {
+		return handoff.ClaimAnswer{}, peerError(err)
+	}
+	n := len(q.Hashes) / kvferry.HashSize
+	a := handoff.ClaimAnswer{Epoch: q.Epoch, DataAddress: r.GetDataAddress(), Offsets: r.GetOffsets(), CRC32C: r.GetCrc32C(), ShardBytes: r.GetShardBytes(), Lease: ms(r.GetLeaseMs())}
+	key, err := id16("claim.data_key", r.GetDataKey())
+	if err != nil || len(r.GetStatus()) != n || len(a.Offsets) != n || len(a.CRC32C) != n {
+		return handoff.ClaimAnswer{}, fmt.Errorf("%w: malformed answer of %s", handoff.ErrMismatch, address)
+	}
+	a.Key = key
+	for _, s := range r.GetStatus() {
+		a.Status = append(a.Status, handoff.ClaimStatus(s))
+	}
+	return a, nil
+}
+
+// Renew is handoff.Control.
+func (p *Peers) Renew(ctx context.Context, address string, epoch kvferry.Epoch, keys [][16]byte) error {
+	c, err := p.client(address)
+	if err != nil {
+		return err
+	}
+	m := &pb.RenewRequest{Epoch: epoch[:]}
+	for i := range keys {
+		m.DataKeys = append(m.DataKeys, keys[i][:])
+	}
+	_, err = c.Renew(ctx, m)
+	return peerError(err)
+}
+
+// EndClaim is handoff.Control.
+func (p *Peers) EndClaim(ctx context.Context, address string, epoch kvferry.Epoch, key [16]byte, received uint32, reason string) error {
+	c, err := p.client(address)
+	if err != nil {
+		return err
+	}
+	_, err = c.EndClaim(ctx, &pb.EndClaimRequest{Epoch: epoch[:], DataKey: key[:], BlocksReceived: received, Reason: reason})
+	return peerError(err)
+}
+
+// peerError turns what a peer answered back into this module's errors.
+func peerError(err error) error {
+	switch status.Code(err) {
+	case codes.OK:
+		return nil
+	case codes.Unavailable, codes.DeadlineExceeded:
+		return fmt.Errorf("%w: %v", transport.ErrLink, err)
+	case codes.NotFound:
+		return fmt.Errorf("%w: %v", handoff.ErrUnknown, err)
+	case codes.PermissionDenied:
+		return fmt.Errorf("%w: %v", handoff.ErrSecret, err)
+	case codes.FailedPrecondition:
+		return fmt.Errorf("%w: %v", handoff.ErrTaken, err)
+	case codes.Canceled:
+		return fmt.Errorf("%w: %v", context.Canceled, err)
+	}
+	return err
+}
+
+// Close closes the connections.
+func (p *Peers) Close() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for a, c := range p.conns {
+		_ = c.Close()
+		delete(p.conns, a)
+	}
+}

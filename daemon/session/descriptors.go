@@ -1,0 +1,188 @@
+package session
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// The descriptor socket (WIRE.md).
+const (
+	descriptorMagic   = 0x4446564b // "KVFD"
+	descriptorVersion = 1
+	descriptorsMax    = 15
+	requestBytes      = 84
+	answerTextMax     = 256
+	entryPidfd        = 0xffffffff
+	entryPool         = 0xfffffffe
+	entryWords        = 0xfffffffd
+
+	descriptorTimeout = 5 * time.Second
+	descriptorConns   = 64
+)
+
+type descriptorRequest struct {
+	token   [16]byte
+	entries []uint32
+}
+
+// parseDescriptorRequest reads the one packet that a client sends.
+func parseDescriptorRequest(b []byte) (descriptorRequest, error) {
+	var r descriptorRequest
+	if len(b) != requestBytes {
+		return r, invalid("length", "%d bytes: must be %d", len(b), requestBytes)
+	}
+	if m := binary.LittleEndian.Uint32(b); m != descriptorMagic {
+		return r, invalid("magic", "%#x", m)
+	}
+	if v := binary.LittleEndian.Uint16(b[4:]); v != descriptorVersion {
+		return r, fieldErr(ErrUnsupported, "version", "%d: this daemon speaks %d", v, descriptorVersion)
+	}
+	n := binary.LittleEndian.Uint16(b[6:])
+	if n < 1 || n > descriptorsMax {
+		return r, invalid("count", "%d: must be 1 to %d", n, descriptorsMax)
+	}
+	copy(r.token[:], b[8:24])
+	for i := range int(n) {
+		r.entries = append(r.entries, binary.LittleEndian.Uint32(b[24+4*i:]))
+	}
+	return r, nil
+}
+
+func descriptorAnswer(code uint32, text string, entries ...uint32) []byte {
+	if len(text) > answerTextMax {
+		text = text[:answerTextMax]
+	}
+	b := make([]byte, requestBytes, requestBytes+len(text))
+	binary.LittleEndian.PutUint32(b, descriptorMagic)
+	binary.LittleEndian.PutUint16(b[4:], descriptorVersion)
+	binary.LittleEndian.PutUint16(b[6:], uint16(len(entries)))
+	binary.LittleEndian.PutUint32(b[8:], code)
+	binary.LittleEndian.PutUint16(b[12:], uint16(len(text)))
+	for i, e := range entries {
+		binary.LittleEndian.PutUint32(b[24+4*i:], e)
+	}
+	return append(b, text...)
+}
+
+// ServeDescriptors answers the descriptor socket until ctx ends. code translates an error to a gRPC status code.
+func (m *Manager) ServeDescriptors(ctx context.Context, l *net.UnixListener, code func(error) uint32) error {
+	stop := context.AfterFunc(ctx, func() { _ = l.Close() })
+	defer stop()
+	slots := make(chan struct{}, descriptorConns)
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	for {
+		select {
+		case slots <- struct{}{}:
+		case <-ctx.Done():
+			return nil
+		}
+		c, err := l.AcceptUnix()
+		if err != nil {
+			if ctx.Err() != nil {
+				return nil
+			}
+			return fmt.Errorf("accept on descriptor socket: %w", err)
+		}
+		wg.Go(func() {
+			defer func() { <-slots }()
+			defer func() { _ = c.Close() }()
+			m.serveDescriptors(c, code, m.cfg.Log)
+		})
+	}
+}
+
+func (m *Manager) serveDescriptors(c *net.UnixConn, code func(error) uint32, log *slog.Logger) {
+	_ = c.SetDeadline(time.Now().Add(descriptorTimeout))
+	pool, wordsFile, err := m.receiveDescriptors(c)
+	if err != nil {
+		m.cfg.Counters.Add("attach", "refused", 1)
+		log.Warn("descriptors refused", "error", err)
+		_, _ = c.Write(descriptorAnswer(code(err), err.Error()))
+		return
+	}
+	m.cfg.Counters.Add("attach", "ok", 1)
+	b := descriptorAnswer(0, "", entryPool, entryWords)
+	rights := unix.UnixRights(int(pool.Fd()), int(wordsFile.Fd()))
+	if _, _, err := c.WriteMsgUnix(b, rights, nil); err != nil {
+		log.Warn("answer descriptors", "error", err) // the session's stream ends, or its token expires
+	}
+}
+
+func (m *Manager) receiveDescriptors(c *net.UnixConn) (pool, wordsFile *os.File, err error) {
+	cred, err := PeerCredentials(c)
+	if err != nil {
+		return nil, nil, err
+	}
+	b := make([]byte, requestBytes+1)
+	oob := make([]byte, unix.CmsgSpace(4*(descriptorsMax+1)))
+	n, oobn, flags, _, err := c.ReadMsgUnix(b, oob)
+	fds, ferr := parseRights(oob[:max(oobn, 0)])
+	defer func() {
+		for _, f := range fds {
+			_ = f.Close()
+		}
+	}()
+	if err != nil {
+		return nil, nil, fmt.Errorf("read descriptors: %w", err)
+	}
+	if ferr != nil {
+		return nil, nil, ferr
+	}
+	if flags&(unix.MSG_TRUNC|unix.MSG_CTRUNC) != 0 {
+		return nil, nil, invalid("length", "packet was cut: %d bytes or more, %d descriptors or more", n, len(fds))
+	}
+	r, err := parseDescriptorRequest(b[:n])
+	if err != nil {
+		return nil, nil, err
+	}
+	return m.Attach(r.token, cred, r.entries, fds)
+}
+
+func parseRights(oob []byte) ([]*os.File, error) {
+	var out []*os.File
+	msgs, err := unix.ParseSocketControlMessage(oob)
+	if err != nil {
+		return nil, invalid("control", "%v", err)
+	}
+	for i := range msgs {
+		fds, err := unix.ParseUnixRights(&msgs[i])
+		if errors.Is(err, unix.EINVAL) {
+			continue // not descriptors
+		}
+		if err != nil {
+			return out, invalid("control", "%v", err)
+		}
+		for _, fd := range fds {
+			unix.CloseOnExec(fd)
+			out = append(out, os.NewFile(uintptr(fd), "received"))
+		}
+	}
+	return out, nil
+}
+
+// PeerCredentials asks the kernel who is at the other end.
+func PeerCredentials(c *net.UnixConn) (Credentials, error) {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return Credentials{}, fmt.Errorf("peer credentials: %w", err)
+	}
+	var u *unix.Ucred
+	var uerr error
+	if err := raw.Control(func(fd uintptr) { u, uerr = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) }); err != nil {
+		return Credentials{}, fmt.Errorf("peer credentials: %w", err)
+	}
+	if uerr != nil {
+		return Credentials{}, fmt.Errorf("peer credentials: %w", uerr)
+	}
+	return Credentials{PID: u.Pid, UID: u.Uid}, nil
+}

@@ -1,0 +1,365 @@
+package session
+
+import (
+	"context"
+	"time"
+
+	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/csrc/copyshim"
+	"github.com/kvferry/kvferry/daemon/handoff"
+	"github.com/kvferry/kvferry/daemon/mover"
+	"github.com/kvferry/kvferry/tiers"
+	"github.com/kvferry/kvferry/transport"
+)
+
+// loadPart is how many blocks one LoadResult answers at most: it keeps messages small beside gRPC's limit.
+const loadPart = 2048
+
+// Load takes a Load, or an Accept when it has a ticket. Its end is an OperationEnd event, after Release or the deadline.
+func (s *Session) Load(r Load) {
+	r.Deadline = orDefault(r.Deadline, s.m.cfg.Limits.LoadDeadline)
+	kind := "load"
+	if r.Ticket != nil {
+		kind = "accept"
+	}
+	space, err := s.checkLoad(kind, r)
+	if err != nil {
+		s.Reject(r.Operation, kind, err)
+		return
+	}
+	o, err := s.startOperation(kind, r.Operation, r.Word)
+	if err != nil {
+		s.Reject(r.Operation, kind, err)
+		return
+	}
+	if s.wordsMap.is(r.Word, r.Operation, WordRevoked) {
+		o.endLoad(OutcomeRevoked, "")
+		return
+	}
+	ctx, stop := context.WithTimeout(s.ctx, r.Deadline)
+	o.mu.Lock()
+	o.stop = stop
+	o.timer = time.AfterFunc(r.Deadline, func() { o.endLoad(OutcomeExpired, "not released by its deadline") })
+	o.mu.Unlock()
+	if r.Ticket == nil {
+		o.answer(space, r.Hashes, nil, time.Now().Add(r.Deadline))
+		return
+	}
+	if !s.begin() {
+		return // closing: Close ends the operation
+	}
+	go func() {
+		defer s.quiet.Done()
+		o.accept(ctx, space, r)
+	}()
+}
+
+func (s *Session) checkLoad(kind string, r Load) (tiers.SpaceRef, error) {
+	if _, err := validateHashes(kind+".hashes", r.Hashes, 1, s.m.cfg.Limits.LoadBlocks); err != nil {
+		return 0, err
+	}
+	if err := validateCommon(kind, r.RequestID, r.Deadline, s.m.cfg.Limits); err != nil {
+		return 0, err
+	}
+	ref, err := s.spaceRef(kind+".space_id", r.Space)
+	if err != nil {
+		return 0, err
+	}
+	if t := r.Ticket; t != nil {
+		if t.Space != r.Space {
+			return 0, invalid("accept.ticket.space_id", "%v, this worker's is %v: see kvferry spaces diff", t.Space, r.Space)
+		}
+		if len(t.Addresses) == 0 || len(t.Addresses) > 4096 {
+			return 0, invalid("accept.ticket.addresses", "%d: must be 1 to 4096", len(t.Addresses))
+		}
+	}
+	return ref, nil
+}
+
+// accept brings what the ticket names into the pool, and then answers like a Load.
+func (o *operation) accept(ctx context.Context, space tiers.SpaceRef, r Load) {
+	s := o.s
+	until := time.Now().Add(r.Deadline)
+	// What is here already is not fetched. It is pinned with the rest at the end: what leaves in between is a miss.
+	here, _ := s.m.cfg.Ledger.Await(space, s.shard(), r.Hashes)
+	var missing []byte
+	var at []int
+	for i, state := range here {
+		if state != tiers.SlotResident {
+			missing = append(missing, r.Hashes[i*kvferry.HashSize:][:kvferry.HashSize]...)
+			at = append(at, i)
+		}
+	}
+	why := make([]BlockStatus, len(here))
+	if len(missing) > 0 {
+		shape := s.shape
+		shape.ID = r.Space
+		got := s.m.cfg.Fetcher.Fetch(ctx, handoff.FetchRequest{
+			Ticket: *r.Ticket, Instance: s.hello.Instance, Rank: s.hello.Rank, TP: s.hello.Space.TP, ClaimID: s.ID<<32 ^ o.number,
+			Space: space, Shape: shape, Shard: s.shard(), Hashes: missing,
+		})
+		for i, st := range got {
+			why[at[i]] = statusOf(st)
+		}
+	}
+	s.m.cfg.Counters.Add("accept_blocks", "local", len(here)-len(missing))
+	o.answer(space, r.Hashes, why, until)
+}
+
+// answer pins the blocks and tells where they lie. why gives the reason for blocks that are not there; nil: they are misses.
+func (o *operation) answer(space tiers.SpaceRef, hashes []byte, why []BlockStatus, until time.Time) {
+	s := o.s
+	pin, err := s.m.cfg.Ledger.Pin(time.Now(), s.owner(), space, s.shard(), hashes, until)
+	if err != nil {
+		o.endLoad(OutcomeBusy, err.Error())
+		return
+	}
+	o.mu.Lock()
+	if o.ended { // revoked, expired or closed in the meantime
+		o.mu.Unlock()
+		s.m.cfg.Ledger.Unpin(pin.Hold)
+		return
+	}
+	o.holds = append(o.holds, pin.Hold)
+	o.places, o.hashes, o.space = pin.Places, hashes, space
+	o.mu.Unlock()
+	s.mu.Lock()
+	s.loadedN += uint64(pin.Hits)
+	s.mu.Unlock()
+	statuses := o.sendParts(pin.Places, why)
+	for st, n := range statuses {
+		s.m.cfg.Counters.Add(o.kind+"_blocks", BlockStatus(st).String(), n)
+	}
+	s.wordsMap.decide(o.word, o.number, WordCommitted, OutcomeCommitted, uint32(pin.Hits))
+}
+
+func (o *operation) sendParts(places []tiers.Place, why []BlockStatus) (count [6]int) {
+	for first := 0; first < len(places); first += loadPart {
+		part := places[first:min(first+loadPart, len(places))]
+		r := LoadResult{
+			Operation: o.number, First: uint32(first), Last: first+len(part) == len(places), ShardBytes: o.s.shape.ShardBytes,
+			Status: make([]byte, len(part)), Offsets: make([]uint64, len(part)), HeaderOffsets: make([]uint64, len(part)),
+			Generations: make([]uint64, len(part)), CRC32C: make([]uint32, len(part)),
+		}
+		for i, p := range part {
+			st := Ready
+			if p.Slot == 0 {
+				st = Miss
+				if why != nil && why[first+i] > Ready {
+					st = why[first+i]
+				}
+			}
+			count[st]++
+			r.Status[i] = byte(st)
+			r.Offsets[i], r.HeaderOffsets[i], r.Generations[i], r.CRC32C[i] = p.Offset, p.HeaderOffset, uint64(p.Generation), p.CRC32C
+		}
+		o.s.send(r)
+	}
+	return count
+}
+
+// endLoad gives the pins of a Load back and ends it. Only the first call does something.
+func (o *operation) endLoad(out Outcome, reason string) {
+	o.mu.Lock()
+	if o.ended {
+		o.mu.Unlock()
+		return
+	}
+	o.ended = true
+	holds := o.holds
+	if o.timer != nil {
+		o.timer.Stop()
+	}
+	if o.stop != nil {
+		o.stop()
+	}
+	o.mu.Unlock()
+	for _, h := range holds {
+		o.s.m.cfg.Ledger.Unpin(h)
+	}
+	if out != OutcomeCommitted {
+		o.s.wordsMap.decide(o.word, o.number, WordFailed, out, 0)
+	}
+	o.finish(out, reason, 0, 0)
+}
+
+// Release ends Loads: the process has copied, or no longer wants to. wrong counts blocks whose generation or checksum did not hold: those operations' blocks are read again here,
+// and what is broken leaves.
+func (s *Session) Release(operations []uint64, wrong uint32) {
+	if len(operations) > 4096 {
+		s.send(Refused{invalid("release.operations", "%d: at most 4096", len(operations))})
+		return
+	}
+	s.m.cfg.Counters.Add("load_blocks", "wrong", int(min(wrong, 1<<20)))
+	for _, n := range operations {
+		s.mu.Lock()
+		o := s.operations[n]
+		s.mu.Unlock()
+		if o == nil || o.kind == "store" { // ended by its deadline before: not an error
+			continue
+		}
+		if wrong == 0 || !s.begin() {
+			o.endLoad(OutcomeCommitted, "")
+			continue
+		}
+		go func() { // reading everything again takes longer than other messages may wait
+			defer s.quiet.Done()
+			o.dropBroken()
+			o.endLoad(OutcomeCommitted, "")
+		}()
+	}
+}
+
+// dropBroken reads the blocks of a Load again, which are still pinned, and removes those whose bytes are not what was stored.
+func (o *operation) dropBroken() {
+	o.mu.Lock()
+	places, hashes, space := o.places, o.hashes, o.space
+	if o.ended {
+		places = nil
+	}
+	o.mu.Unlock()
+	var broken []kvferry.Hash
+	for i, p := range places {
+		if p.Slot != 0 && copyshim.Checksum(0, o.s.m.cfg.Pool.Bytes[p.Offset:][:p.Length]) != p.CRC32C {
+			broken = append(broken, hashAt(hashes, i))
+		}
+	}
+	if n := o.s.m.cfg.Ledger.Drop(space, broken); n > 0 {
+		o.s.log.Error("blocks in the pool were broken, and removed", "blocks", n, "first", broken[0])
+		o.s.m.cfg.Counters.Add("broken_blocks", "pool", n)
+	}
+}
+
+// Revoke drops copies that wait for operations that the process has taken back in their words.
+func (s *Session) Revoke(operations []uint64) {
+	if len(operations) > 4096 {
+		s.send(Refused{invalid("revoke.operations", "%d: at most 4096", len(operations))})
+		return
+	}
+	for _, n := range operations {
+		s.mu.Lock()
+		o := s.operations[n]
+		s.mu.Unlock()
+		if o == nil {
+			continue
+		}
+		if !s.wordsMap.is(o.word, o.number, WordRevoked) {
+			continue // a hint alone revokes nothing
+		}
+		if o.kind != "store" {
+			o.endLoad(OutcomeRevoked, "")
+			continue
+		}
+		o.mu.Lock()
+		t := o.transfer
+		o.mu.Unlock()
+		if t != nil {
+			t.End(mover.Revoked)
+		}
+	}
+}
+
+// Match answers how much of a prompt is resident, and leases it.
+func (s *Session) Match(r Match) (MatchResult, error) {
+	limits := s.m.cfg.Limits
+	if err := validateText("match.request_id", r.RequestID, 1, 256); err != nil {
+		return MatchResult{}, err
+	}
+	if _, err := validateHashes("match.hashes", r.Hashes, 0, limits.MatchBlocks); err != nil {
+		return MatchResult{}, err
+	}
+	lease := r.Lease
+	if lease == 0 {
+		lease = limits.LeaseDefault
+	}
+	if lease < 0 || lease > limits.LeaseMax {
+		return MatchResult{}, invalid("match.lease_ms", "%v: must be at most %v", lease, limits.LeaseMax)
+	}
+	if _, err := s.spaceRef("match.space_id", r.Space); err != nil {
+		return MatchResult{}, err
+	}
+	if !s.begin() {
+		return MatchResult{}, fieldErr(ErrState, "session_id", "the session is closing")
+	}
+	defer s.quiet.Done()
+	ref, shape, ok := s.m.cfg.Ledger.FindSpace(r.Space)
+	if !ok {
+		s.m.cfg.Ledger.Missed(len(r.Hashes) / kvferry.HashSize)
+		return MatchResult{}, nil
+	}
+	now := time.Now()
+	res := s.m.cfg.Ledger.Match(now, s.owner(), r.RequestID, ref, r.Hashes, now.Add(lease))
+	out := MatchResult{Blocks: res.Blocks}
+	if res.Leased {
+		out.Lease = lease
+	}
+	if rate := s.m.cfg.Local.Rate(); rate > 0 { // ranks load side by side
+		out.Restore = time.Duration(float64(res.Blocks) * float64(shape.ShardBytes) / rate * float64(time.Second))
+	}
+	return out, nil
+}
+
+// ReleaseLease gives back what Match leased.
+func (s *Session) ReleaseLease(requests []string) {
+	if len(requests) > 4096 {
+		s.send(Refused{invalid("release_lease.request_ids", "%d: at most 4096", len(requests))})
+		return
+	}
+	for _, r := range requests {
+		s.m.cfg.Ledger.ReleaseKey(s.owner(), r)
+	}
+}
+
+// Offer registers an offer of this engine.
+func (s *Session) Offer(r Offer) {
+	if err := s.checkOffer(&r); err != nil {
+		s.send(Refused{err})
+		return
+	}
+	if !s.begin() {
+		return
+	}
+	defer s.quiet.Done()
+	err := s.m.cfg.Offers.Register(s.owner(), handoff.Offer{
+		ID: r.ID, Secret: r.Secret, Space: r.Space, RequestID: r.RequestID, Instance: s.hello.Instance, TP: s.hello.Space.TP, Hashes: r.Hashes,
+		Tokens: r.Tokens, Lifetime: r.Lifetime,
+	})
+	if err != nil {
+		s.send(Refused{err})
+	}
+}
+
+func (s *Session) checkOffer(r *Offer) error {
+	limits := s.m.cfg.Limits
+	if s.hello.Role != Scheduler {
+		return fieldErr(ErrState, "offer", "only a scheduler's session offers")
+	}
+	if s.m.isDraining() {
+		return fieldErr(ErrLimit, "offer", "the daemon is draining")
+	}
+	if _, err := validateHashes("offer.hashes", r.Hashes, 1, limits.LoadBlocks); err != nil {
+		return err
+	}
+	if err := validateText("offer.request_id", r.RequestID, 0, 256); err != nil {
+		return err
+	}
+	if r.Tokens < 1 || r.Tokens >= 1<<31 {
+		return invalid("offer.tokens", "%d: must be 1 to 2^31-1", r.Tokens)
+	}
+	if r.Lifetime == 0 {
+		r.Lifetime = limits.OfferLifetime
+	}
+	if r.Lifetime < 0 || r.Lifetime > time.Hour {
+		return invalid("offer.lifetime_ms", "%v: must be at most an hour", r.Lifetime)
+	}
+	_, err := s.spaceRef("offer.space_id", r.Space)
+	return err
+}
+
+// copyOf is the copy that fills a slot from these segments.
+func copyOf(pool kvferry.RegionID, p tiers.Place, src []kvferry.Segment) transport.Copy {
+	return transport.Copy{Dst: []kvferry.Segment{{Region: pool, Offset: p.Offset, Length: p.Length}}, Src: src}
+}
+
+// Refuse answers a message that has no operation and could not be read.
+func (s *Session) Refuse(err error) { s.send(Refused{err}) }

@@ -1,0 +1,252 @@
+// Package session is what the daemon knows of the processes that attached: their credentials, the memory that they lend, their operations, leases and pins. A session's life is its
+// process's life: when it ends, running copies are brought to quiet and then everything of it is reclaimed, in one place.
+//
+// The package owns the mappings of lent memory and of operation words. It plans with the ledger and copies with the mover; it does not speak gRPC. Safe for concurrent use;
+// lock order: Manager.mu, Session.mu, then the ledger's.
+package session
+
+import (
+	"context"
+	"crypto/rand"
+	"fmt"
+	"log/slog"
+	"os"
+	"sync"
+	"time"
+
+	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/daemon/counters"
+	"github.com/kvferry/kvferry/daemon/handoff"
+	"github.com/kvferry/kvferry/daemon/mover"
+	"github.com/kvferry/kvferry/tiers"
+	"github.com/kvferry/kvferry/transport"
+)
+
+// WireVersion is that of the Engine API.
+const WireVersion = 1
+
+// Limits bound what processes may ask for.
+type Limits struct {
+	Sessions       int
+	StoreBlocks    int
+	LoadBlocks     int
+	MatchBlocks    int
+	AttachTimeout  time.Duration
+	StoreDeadline  time.Duration // default of a Store
+	LoadDeadline   time.Duration // default of a Load
+	DeadlineMax    time.Duration
+	LeaseDefault   time.Duration
+	LeaseMax       time.Duration
+	OfferLifetime  time.Duration
+	EventsUnread   int // events that a process may leave unread before its session is ended
+	SpacesPerOwner int
+}
+
+// DefaultLimits are the daemon's.
+var DefaultLimits = Limits{
+	Sessions: 1024, StoreBlocks: 64, LoadBlocks: 8192, MatchBlocks: 65536, AttachTimeout: 5 * time.Second,
+	StoreDeadline: 10 * time.Second, LoadDeadline: 10 * time.Second, DeadlineMax: time.Minute, LeaseDefault: 30 * time.Second, LeaseMax: 10 * time.Minute,
+	OfferLifetime: 2 * time.Minute, EventsUnread: 1 << 14, SpacesPerOwner: 16,
+}
+
+// Config is what a Manager works with. All fields are set before New and never modified after it.
+type Config struct {
+	Ledger   *tiers.Ledger
+	Pool     transport.Memory
+	PoolFile *os.File          // read-only; handed out
+	Local    *mover.Link       // copies of this machine's memory
+	Offers   *handoff.Registry // of this node
+	Fetcher  *handoff.Fetcher
+	Limits   Limits
+	Counters *counters.Set
+	Log      *slog.Logger
+	UIDs     []uint32 // that may attach
+	Threads  int      // a copy may use
+}
+
+// Manager has all sessions.
+type Manager struct {
+	cfg    Config
+	spaces spaceTable
+
+	mu       sync.Mutex
+	sessions map[uint64]*Session
+	tokens   map[[16]byte]*Session
+	last     uint64
+	regions  kvferry.RegionID
+	draining bool
+}
+
+// New makes a manager without sessions.
+func New(cfg Config) *Manager {
+	return &Manager{cfg: cfg, sessions: map[uint64]*Session{}, tokens: map[[16]byte]*Session{}, regions: cfg.Pool.ID,
+		spaces: spaceTable{byID: map[kvferry.SpaceID]kvferry.Space{}}}
+}
+
+// Open begins a session. The caller runs Session.Next until it fails, and then Close.
+func (m *Manager) Open(h Hello, cred Credentials) (*Session, error) {
+	if !m.allowed(cred.UID) {
+		return nil, fieldErr(ErrDenied, "uid", "%d may not attach (sockets.allowUIDs)", cred.UID)
+	}
+	if err := validateHello(h); err != nil {
+		return nil, err
+	}
+	shape := tiers.SpaceShape{ID: h.Space.ID(), Shards: 1, ShardBytes: shardBytes(h.Regions)}
+	if h.Space.ShardKind == kvferry.Sharded {
+		shape.Shards = uint16(h.Ranks)
+	}
+	s := &Session{
+		m: m, hello: h, cred: cred, shape: shape, attached: time.Now(), operations: map[uint64]*operation{}, words: map[uint32]uint64{},
+		regions: map[uint32]*region{}, spaces: map[kvferry.SpaceID]tiers.SpaceRef{}, wake: make(chan struct{}, 1),
+		log: m.cfg.Log.With("instance", h.Instance, "rank", h.Rank, "pid", cred.PID),
+	}
+	s.ctx, s.cancel = context.WithCancelCause(context.Background())
+	if _, err := rand.Read(s.token[:]); err != nil {
+		return nil, fmt.Errorf("make token: %w", err)
+	}
+	var err error
+	if s.wordsMap, err = newWords(); err != nil {
+		return nil, err
+	}
+	if err := m.add(s); err != nil {
+		s.wordsMap.close()
+		return nil, err
+	}
+	if err := s.useSpace(h.Space); err != nil {
+		s.Close(err)
+		return nil, err
+	}
+	s.log = s.log.With("session", s.ID)
+	s.expiry = time.AfterFunc(m.cfg.Limits.AttachTimeout, s.attachExpired)
+	s.log.Info("session opened", "role", h.Role, "engine", h.Engine, "space", shape.ID)
+	return s, nil
+}
+
+func (m *Manager) allowed(uid uint32) bool {
+	for _, u := range m.cfg.UIDs {
+		if u == uid {
+			return true
+		}
+	}
+	return false
+}
+
+func (m *Manager) add(s *Session) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.draining {
+		return fmt.Errorf("%w: the daemon is draining", ErrLimit)
+	}
+	if len(m.sessions) >= m.cfg.Limits.Sessions {
+		return fmt.Errorf("%w: %d sessions", ErrLimit, len(m.sessions))
+	}
+	m.last++
+	s.ID = m.last
+	m.sessions[s.ID] = s
+	m.tokens[s.token] = s
+	return nil
+}
+
+func (m *Manager) remove(s *Session) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	delete(m.sessions, s.ID)
+	delete(m.tokens, s.token)
+}
+
+// takeToken finds the session that a token was given to, once.
+func (m *Manager) takeToken(token [16]byte) *Session {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	s := m.tokens[token]
+	delete(m.tokens, token)
+	return s
+}
+
+func (m *Manager) newRegionID() kvferry.RegionID {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.regions++
+	return m.regions
+}
+
+// Find is the session with this number.
+func (m *Manager) Find(id uint64) (*Session, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if s := m.sessions[id]; s != nil {
+		return s, nil
+	}
+	return nil, fieldErr(ErrNotFound, "session_id", "%d is not open", id)
+}
+
+// All lists the sessions.
+func (m *Manager) All() []*Session {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	out := make([]*Session, 0, len(m.sessions))
+	for _, s := range m.sessions {
+		out = append(out, s)
+	}
+	return out
+}
+
+// Space is what is known of a space by its id; false where no process of this epoch has named it.
+func (m *Manager) Space(id kvferry.SpaceID) (kvferry.Space, bool) { return m.spaces.find(id) }
+
+// Drain tells every process that the daemon will stop and refuses new sessions and operations from now on.
+func (m *Manager) Drain(within time.Duration) {
+	m.mu.Lock()
+	m.draining = true
+	m.mu.Unlock()
+	for _, s := range m.All() {
+		s.send(Draining{within})
+	}
+}
+
+// Busy tells how many operations have not ended.
+func (m *Manager) Busy() int {
+	n := 0
+	for _, s := range m.All() {
+		s.mu.Lock()
+		n += len(s.operations)
+		s.mu.Unlock()
+	}
+	return n
+}
+
+func (m *Manager) isDraining() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.draining
+}
+
+// CloseAll ends every session and returns when all of it is reclaimed.
+func (m *Manager) CloseAll(reason error) {
+	for _, s := range m.All() {
+		s.Close(reason)
+	}
+}
+
+// spaceTable keeps what spaces mean, for people. It is bounded: when full, spaces that are met later are known by their id alone.
+type spaceTable struct {
+	mu   sync.Mutex
+	byID map[kvferry.SpaceID]kvferry.Space
+}
+
+const spacesKept = 8192
+
+func (t *spaceTable) add(s kvferry.Space) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if len(t.byID) < spacesKept {
+		t.byID[s.ID()] = s
+	}
+}
+
+func (t *spaceTable) find(id kvferry.SpaceID) (kvferry.Space, bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	s, ok := t.byID[id]
+	return s, ok
+}

@@ -1,0 +1,202 @@
+package session
+
+import (
+	"time"
+
+	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/daemon/handoff"
+)
+
+// Role is what a process is in its engine.
+type Role uint8
+
+// The roles.
+const (
+	Worker Role = iota + 1
+	Scheduler
+)
+
+// Credentials are those that the kernel tells of the process at the other end of a unix socket.
+type Credentials struct {
+	PID int32
+	UID uint32
+}
+
+// RegionKind is how lent memory came to be.
+type RegionKind uint8
+
+// The kinds.
+const (
+	SharedHost RegionKind = iota + 1
+	Staging
+)
+
+// Plane places one layer of every block of a region: block b has its bytes at Base + b*Stride.
+type Plane struct{ Base, Stride, Bytes uint64 }
+
+// RegionSpec declares memory that a worker will lend.
+type RegionSpec struct {
+	ID     uint32
+	Kind   RegionKind
+	Bytes  uint64
+	Blocks uint32
+	Planes []Plane
+}
+
+// Hello opens a session.
+type Hello struct {
+	WireVersion    uint32
+	Role           Role
+	Instance       string
+	Rank, Ranks    uint32
+	Space          kvferry.Space
+	Regions        []RegionSpec
+	Engine         string
+	EngineVersion  string
+	ServingAddress string
+	Tenant         string
+}
+
+// Store asks for blocks of a region to be copied into the pool. Hashes and Parents are packed.
+type Store struct {
+	Operation uint64
+	Word      uint32
+	Space     kvferry.SpaceID
+	RequestID string
+	Region    uint32
+	BlockIDs  []uint32
+	Hashes    []byte
+	Parents   []byte
+	Deadline  time.Duration
+}
+
+// Load asks where blocks lie. With a Ticket, those that are not here are fetched from where it points.
+type Load struct {
+	Operation uint64
+	Word      uint32
+	Space     kvferry.SpaceID
+	RequestID string
+	Hashes    []byte
+	Deadline  time.Duration
+	Ticket    *handoff.Ticket
+}
+
+// Offer registers a prompt's KV to be claimed.
+type Offer struct {
+	ID        [16]byte
+	Secret    [16]byte
+	Space     kvferry.SpaceID
+	RequestID string
+	Hashes    []byte
+	Tokens    uint32
+	Lifetime  time.Duration
+}
+
+// Match asks for the longest resident prefix.
+type Match struct {
+	RequestID string
+	Space     kvferry.SpaceID
+	Hashes    []byte
+	Lease     time.Duration
+}
+
+// MatchResult answers a Match.
+type MatchResult struct {
+	Blocks  int
+	Lease   time.Duration // 0: nothing was leased
+	Restore time.Duration // estimate for loading them; 0 while no copy has been measured
+}
+
+// BlockStatus is the answer to a block of a Load. The numbers are those of the protocol.
+type BlockStatus uint8
+
+// The statuses.
+const (
+	Ready   BlockStatus = iota + 1
+	Miss                // not resident
+	Busy                // no room or no queue place
+	Broken              // peer, network or checksum failure
+	Expired             // the deadline came first
+)
+
+func (s BlockStatus) String() string {
+	return [...]string{"none", "ready", "miss", "busy", "failed", "expired"}[min(int(s), 5)]
+}
+
+// statusOf is what a fetch's result is to a Load.
+func statusOf(s handoff.FetchStatus) BlockStatus {
+	switch s {
+	case handoff.Fetched:
+		return Ready
+	case handoff.NotThere:
+		return Miss
+	case handoff.NoRoom:
+		return Busy
+	case handoff.TooLate:
+		return Expired
+	}
+	return Broken
+}
+
+// Outcome is how an operation ended. The numbers are those of the protocol.
+type Outcome uint32
+
+// The outcomes.
+const (
+	OutcomeCommitted Outcome = iota + 1
+	OutcomeRevoked
+	OutcomeFailed
+	OutcomeExpired
+	OutcomeBusy
+	OutcomeRejected
+)
+
+func (o Outcome) String() string {
+	return [...]string{"none", "committed", "revoked", "failed", "expired", "busy", "rejected"}[min(int(o), 6)]
+}
+
+// Event is what a session tells its process: one of the types below.
+type Event interface{ event() }
+
+// Attached: operations may begin.
+type Attached struct{}
+
+// OperationEnd: ended and quiet; the word may be used again.
+type OperationEnd struct {
+	Operation       uint64
+	Outcome         Outcome
+	Reason          string
+	Stored, Present uint32
+}
+
+// LoadResult answers the blocks of a Load from First on. The lists run beside each other.
+type LoadResult struct {
+	Operation     uint64
+	First         uint32
+	Status        []byte // BlockStatus
+	Offsets       []uint64
+	HeaderOffsets []uint64
+	Generations   []uint64
+	CRC32C        []uint32
+	ShardBytes    uint64
+	Last          bool
+}
+
+// SpaceReady answers UseSpace.
+type SpaceReady struct {
+	Sequence uint32
+	Space    kvferry.SpaceID
+}
+
+// Refused answers a message that has no operation.
+type Refused struct{ Err error }
+
+// Draining: the daemon will stop.
+type Draining struct{ Within time.Duration }
+
+func (Attached) event()     {}
+func (OperationEnd) event() {}
+func (LoadResult) event()   {}
+func (SpaceReady) event()   {}
+func (Refused) event()      {}
+func (Draining) event()     {}

@@ -1,0 +1,296 @@
+package session
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/gpu"
+	"github.com/kvferry/kvferry/tiers"
+	"github.com/kvferry/kvferry/transport"
+)
+
+// errGone ends a session whose process is dead.
+var errGone = errors.New("process is gone")
+
+// Session is one attached process.
+//
+//	          descriptors            stream or process ends          quiet
+//	opened ────────────────► attached ────────────────────► closing ────────► closed
+//	   └──────────── timeout, stream ends ────────────────────►
+//
+// From closing on, no operation is taken; closed is absorbing: nothing of it is left in the ledger.
+type Session struct {
+	ID       uint64
+	m        *Manager
+	hello    Hello            // never modified
+	cred     Credentials      // never modified
+	shape    tiers.SpaceShape // of hello.Space; never modified
+	token    [16]byte         // never modified
+	log      *slog.Logger
+	ctx      context.Context // ends with the session
+	cancel   context.CancelCauseFunc
+	attached time.Time
+
+	wordsMap *words
+	expiry   *time.Timer
+	wake     chan struct{}
+
+	mu         sync.Mutex
+	ready      bool // attached
+	closing    bool
+	regions    map[uint32]*region
+	spaces     map[kvferry.SpaceID]tiers.SpaceRef // for a scheduler, the value is not used
+	operations map[uint64]*operation
+	words      map[uint32]uint64 // word → operation
+	lastOp     uint64
+	events     []Event
+	storedN    uint64
+	loadedN    uint64
+
+	quiet sync.WaitGroup // operations that are not quiet
+}
+
+// region is lent memory, mapped.
+type region struct {
+	spec    RegionSpec
+	mapping *gpu.Mapping
+	memory  transport.Memory
+	copier  transport.Copier // from here into the pool, resolved once
+}
+
+// Hello is what the process said of itself.
+func (s *Session) Hello() Hello { return s.hello }
+
+// Credentials are the process's.
+func (s *Session) Credentials() Credentials { return s.cred }
+
+// Token is for the descriptor socket.
+func (s *Session) Token() [16]byte { return s.token }
+
+// SpaceID is that of Hello.Space.
+func (s *Session) SpaceID() kvferry.SpaceID { return s.shape.ID }
+
+// owner is the session in the ledger.
+func (s *Session) owner() tiers.Owner { return tiers.Owner(s.ID) }
+
+// shard is the number of the part of each block that this worker has.
+func (s *Session) shard() uint16 {
+	if s.hello.Space.ShardKind == kvferry.Replicated {
+		return 0 // the only one of its block
+	}
+	return uint16(s.hello.Rank)
+}
+
+// useSpace adds a space to the session.
+func (s *Session) useSpace(space kvferry.Space) error {
+	id := space.ID()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if _, ok := s.spaces[id]; ok {
+		return nil
+	}
+	if len(s.spaces) >= s.m.cfg.Limits.SpacesPerOwner {
+		return fieldErr(ErrLimit, "space", "%d spaces in this session", len(s.spaces))
+	}
+	var ref tiers.SpaceRef
+	if s.hello.Role == Worker {
+		shape := s.shape
+		shape.ID = id
+		var err error
+		if ref, err = s.m.cfg.Ledger.Space(shape); err != nil {
+			return &FieldError{Field: "hello.regions.planes", Reason: err.Error(), kind: ErrInvalid}
+		}
+	}
+	s.spaces[id] = ref
+	s.m.spaces.add(space)
+	return nil
+}
+
+// UseSpace adds a space: the engine's weights were changed in place. It must differ from Hello's in that alone.
+func (s *Session) UseSpace(sequence uint32, space kvferry.Space) {
+	err := space.Validate()
+	if err == nil {
+		same := space
+		same.WeightsGeneration = s.hello.Space.WeightsGeneration
+		if same != s.hello.Space {
+			err = invalid("use_space.space", "may differ from hello.space in weights_generation alone")
+		}
+	}
+	if err == nil {
+		err = s.useSpace(space)
+	}
+	if err != nil {
+		s.send(Refused{err})
+		return
+	}
+	s.send(SpaceReady{sequence, space.ID()})
+}
+
+// spaceRef is the number of a space that this session uses.
+func (s *Session) spaceRef(field string, id kvferry.SpaceID) (tiers.SpaceRef, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	ref, ok := s.spaces[id]
+	if !ok {
+		return 0, invalid(field, "%v is not a space of this session", id)
+	}
+	return ref, nil
+}
+
+// send queues an event. A process that does not read for too long loses its session.
+func (s *Session) send(e Event) {
+	s.mu.Lock()
+	if s.closing {
+		s.mu.Unlock()
+		return
+	}
+	over := len(s.events) >= s.m.cfg.Limits.EventsUnread
+	if !over {
+		s.events = append(s.events, e)
+	}
+	s.mu.Unlock()
+	if over {
+		s.cancel(fmt.Errorf("%w: %d events unread", ErrLimit, s.m.cfg.Limits.EventsUnread))
+		return
+	}
+	select {
+	case s.wake <- struct{}{}:
+	default:
+	}
+}
+
+// Next waits for events. It fails when the session or ctx has ended.
+func (s *Session) Next(ctx context.Context) ([]Event, error) {
+	for {
+		s.mu.Lock()
+		out := s.events
+		s.events = nil
+		s.mu.Unlock()
+		if len(out) > 0 {
+			return out, nil
+		}
+		select {
+		case <-s.wake:
+		case <-ctx.Done():
+			return nil, context.Cause(ctx)
+		case <-s.ctx.Done():
+			return nil, context.Cause(s.ctx)
+		}
+	}
+}
+
+// begin counts something that must be quiet before the session is reclaimed, until quiet.Done. It answers false when the session is closing.
+func (s *Session) begin() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closing {
+		return false
+	}
+	s.quiet.Add(1)
+	return true
+}
+
+// Done is closed when the session is to end.
+func (s *Session) Done() <-chan struct{} { return s.ctx.Done() }
+
+// Close ends the session: what runs is stopped, and when all is quiet, everything of it is reclaimed. It returns then. It may be called again.
+func (s *Session) Close(reason error) {
+	s.cancel(reason)
+	s.mu.Lock()
+	if s.closing {
+		s.mu.Unlock()
+		s.quiet.Wait()
+		return
+	}
+	s.closing = true
+	running := make([]*operation, 0, len(s.operations))
+	for _, o := range s.operations {
+		running = append(running, o)
+	}
+	s.mu.Unlock()
+	s.m.remove(s)
+	if s.expiry != nil {
+		s.expiry.Stop()
+	}
+	for _, o := range running {
+		o.cancel()
+	}
+	s.m.cfg.Offers.SessionEnded(s.owner())
+	s.m.cfg.Ledger.ReleaseOwner(s.owner())
+	s.quiet.Wait()
+	// Once more: what was being set up may have offered or pinned after the first.
+	s.m.cfg.Offers.SessionEnded(s.owner())
+	s.m.cfg.Ledger.ReleaseOwner(s.owner())
+	s.reclaim()
+	s.log.Info("session closed", "reason", reason)
+	s.m.cfg.Counters.Add("sessions_closed", closeReason(reason), 1)
+}
+
+func closeReason(err error) string {
+	switch {
+	case err == nil, errors.Is(err, context.Canceled):
+		return "stream_ended"
+	case errors.Is(err, errGone):
+		return "process_gone"
+	case errors.Is(err, ErrLimit):
+		return "limit"
+	}
+	return "other"
+}
+
+// reclaim unmaps what the process lent. Nothing copies any more.
+func (s *Session) reclaim() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, r := range s.regions {
+		_ = r.copier.Close()
+		if err := r.mapping.Close(); err != nil {
+			s.log.Error("unmap region", "region", r.spec.ID, "error", err)
+		}
+	}
+	s.regions = nil
+	if s.hello.Role == Worker {
+		for _, ref := range s.spaces {
+			s.m.cfg.Ledger.ReleaseSpace(ref)
+		}
+	}
+	s.spaces = nil
+	s.wordsMap.close()
+}
+
+// View is a session as people see it.
+type View struct {
+	Hello          Hello
+	Credentials    Credentials
+	Space          kvferry.SpaceID
+	Attached       time.Time
+	Ready          bool
+	LentBytes      uint64
+	Mode           string
+	Operations     int
+	Leases, Pins   int
+	Stored, Loaded uint64
+}
+
+// View answers for now.
+func (s *Session) View() View {
+	v := View{Hello: s.hello, Credentials: s.cred, Space: s.shape.ID, Attached: s.attached, Mode: "none"}
+	s.mu.Lock()
+	for _, r := range s.regions {
+		v.LentBytes += r.spec.Bytes
+		if r.spec.Kind == SharedHost {
+			v.Mode = "shared-host"
+		} else if v.Mode == "none" {
+			v.Mode = "staging"
+		}
+	}
+	v.Ready, v.Operations, v.Stored, v.Loaded = s.ready, len(s.operations), s.storedN, s.loadedN
+	s.mu.Unlock()
+	v.Leases, v.Pins = s.m.cfg.Ledger.OwnerStats(s.owner())
+	return v
+}
