@@ -1,0 +1,158 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"flag"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"go.uber.org/goleak"
+
+	kvferryv1 "github.com/kvferry/kvferry/proto/kvferry/v1"
+)
+
+var update = flag.Bool("update", false, "write the golden files anew")
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// kvferry runs the command and puts all that it prints, and how it ends, into one text.
+func kvferry(t *testing.T, socket string, args ...string) string {
+	t.Helper()
+	var out, errs bytes.Buffer
+	code := run(t.Context(), args, environment{socket: socket, build: "0.1.0", out: &out, err: &errs, now: func() time.Time { return now }})
+	text := "$ kvferry " + strings.Join(args, " ") + "\n" + out.String()
+	if errs.Len() > 0 {
+		text += "--- stderr\n" + errs.String()
+	}
+	return strings.ReplaceAll(text, socket, "SOCKET") + "--- exit " + string(rune('0'+code)) + "\n"
+}
+
+func golden(t *testing.T, name, got string) {
+	t.Helper()
+	path := filepath.Join("testdata", name+".golden")
+	if *update {
+		if err := os.WriteFile(path, []byte(got), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(string(want), got); diff != "" {
+		t.Errorf("%s (-want +got; -update writes it anew):\n%s", path, diff)
+	}
+}
+
+func TestGolden(t *testing.T) {
+	well, sick := listen(t, node()), listen(t, ill())
+	for name, args := range map[string][]string{
+		"status":             {"status"},
+		"status_json":        {"status", "-o", "json"},
+		"workers":            {"workers"},
+		"workers_json":       {"workers", "-o", "json"},
+		"spaces":             {"spaces"},
+		"spaces_json":        {"spaces", "-o", "json"},
+		"spaces_diff":        {"spaces", "diff", "3f", "3E4f"},
+		"spaces_diff_json":   {"spaces", "diff", "3f", "3e", "-o", "json"},
+		"spaces_diff_same":   {"spaces", "diff", "3f", "3f50"},
+		"spaces_diff_many":   {"spaces", "diff", "3f", "3"},
+		"spaces_diff_none":   {"spaces", "diff", "3f", "77"},
+		"spaces_diff_one":    {"spaces", "diff", "3f"},
+		"blocks":             {"blocks"},
+		"blocks_json":        {"blocks", "-o", "json", "--limit", "1"},
+		"blocks_prefix":      {"blocks", "--prefix", "11", "--space", "3f"},
+		"blocks_other_space": {"blocks", "--space", "3e"},
+		"blocks_odd_prefix":  {"blocks", "--prefix", "111"},
+		"blocks_wrong_limit": {"blocks", "--limit", "0"},
+		"offers":             {"offers"},
+		"offers_json":        {"offers", "-o", "json"},
+		"config":             {"config"},
+		"config_json":        {"config", "-o", "json"},
+		"version":            {"version"},
+		"help":               {"--help"},
+		"wrong_output":       {"status", "-o", "xml"},
+		"wrong_command":      {"statsu"},
+	} {
+		t.Run(name, func(t *testing.T) { golden(t, name, kvferry(t, well, args...)) })
+	}
+	t.Run("degraded", func(t *testing.T) { golden(t, "degraded", kvferry(t, sick, "status")) })
+	t.Run("degraded_json", func(t *testing.T) { golden(t, "degraded_json", kvferry(t, sick, "status", "-o", "json")) })
+}
+
+func TestRefusedByDaemon(t *testing.T) {
+	c := node()
+	c.blocks = func(*kvferryv1.BlocksRequest) (*kvferryv1.BlocksResponse, error) { return nil, errNoSpace }
+	golden(t, "refused", kvferry(t, listen(t, c), "blocks"))
+}
+
+func TestDown(t *testing.T) {
+	dir := t.TempDir()
+	golden(t, "down_missing", kvferry(t, filepath.Join(dir, "no.sock"), "status"))
+
+	left := filepath.Join(dir, "left.sock")
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: left, Net: "unix"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.SetUnlinkOnClose(false)
+	_ = l.Close()
+	golden(t, "down_ended", kvferry(t, left, "workers", "-o", "json"))
+
+	file := filepath.Join(dir, "file")
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	golden(t, "down_file", kvferry(t, file, "status"))
+}
+
+func TestDownFrozen(t *testing.T) {
+	c := node()
+	c.hang = make(chan struct{})
+	golden(t, "down_frozen", kvferry(t, listen(t, c), "config", "--timeout", "100ms"))
+	<-c.hang
+}
+
+func TestInterrupted(t *testing.T) {
+	c := node()
+	c.hang = make(chan struct{})
+	socket := listen(t, c)
+	ctx, cancel := context.WithCancel(t.Context())
+	go func() {
+		<-c.hang
+		cancel()
+	}()
+	var out bytes.Buffer
+	if code := run(ctx, []string{"config"}, environment{socket: socket, out: &out, err: &out, now: time.Now}); code != exitWrong || out.String() != "kvferry: interrupted\n" {
+		t.Errorf("exit %d: %s", code, &out)
+	}
+}
+
+func TestFormats(t *testing.T) {
+	for n, want := range map[uint64]string{0: "0 B", 1023: "1023 B", 1024: "1 KiB", 1536: "1.5 KiB", 1<<20 - 1: "1 MiB", 5 << 30: "5 GiB", 1 << 62: "4096 PiB"} {
+		if got := size(n); got != want {
+			t.Errorf("size(%d) = %q, want %q", n, got, want)
+		}
+	}
+	for d, want := range map[time.Duration]string{
+		-time.Second: "0ms", 12 * time.Millisecond: "12ms", 90 * time.Second: "1m30s", 59900 * time.Millisecond: "59.9s", 3 * time.Hour: "3h0m", 49 * time.Hour: "2d1h",
+	} {
+		if got := span(d); got != want {
+			t.Errorf("span(%v) = %q, want %q", d, got, want)
+		}
+	}
+	for n, want := range map[uint64]string{0: "0", 999: "999", 1000: "1,000", 1234567: "1,234,567"} {
+		if got := count(n); got != want {
+			t.Errorf("count(%d) = %q, want %q", n, got, want)
+		}
+	}
+	if got := enumWord("ShardKind", "SHARD_KIND_SHARDED"); got != "sharded" {
+		t.Errorf("enum word %q", got)
+	}
+}

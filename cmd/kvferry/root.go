@@ -1,0 +1,111 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/spf13/cobra"
+	"google.golang.org/grpc"
+
+	kvferryv1 "github.com/kvferry/kvferry/proto/kvferry/v1"
+)
+
+const defaultSocket = "/run/kvferry/admin.sock"
+
+// What the process ends with.
+const (
+	exitOK = iota
+	exitDegraded
+	exitDown
+	exitWrong
+)
+
+// environment is what a run takes from the process.
+type environment struct {
+	socket   string // KVFERRY_ADMIN_SOCKET
+	build    string // version of this command
+	out, err io.Writer
+	now      func() time.Time
+}
+
+// errDegraded ends a command that has printed all it has to say.
+var errDegraded = errors.New("degraded")
+
+func run(ctx context.Context, args []string, env environment) int {
+	a := &app{environment: env}
+	root := a.root()
+	root.SetArgs(args)
+	root.SetOut(env.out)
+	root.SetErr(env.err)
+	err := root.ExecuteContext(ctx)
+	var down *downError
+	switch {
+	case err == nil:
+		return exitOK
+	case errors.Is(err, errDegraded):
+		return exitDegraded
+	case errors.As(err, &down):
+		fmt.Fprintln(env.err, down.text())
+		return exitDown
+	}
+	fmt.Fprintln(env.err, "kvferry:", err)
+	return exitWrong
+}
+
+// app is one run's flags.
+type app struct {
+	environment
+	path    string
+	output  string
+	timeout time.Duration
+}
+
+func (a *app) root() *cobra.Command {
+	root := &cobra.Command{
+		Use:   "kvferry",
+		Short: "Look into the kvferry daemon of this node",
+		Long: "kvferry looks into the kvferry daemon of this node. It changes nothing.\n\n" +
+			"It ends with 0 when all is well, 1 when the daemon is degraded (status), 2 when it cannot be reached, 3 when the request was wrong.",
+		SilenceUsage:  true,
+		SilenceErrors: true,
+		Args:          cobra.NoArgs,
+		RunE:          func(c *cobra.Command, _ []string) error { return c.Help() },
+		PersistentPreRunE: func(*cobra.Command, []string) error {
+			if a.output != "table" && a.output != "json" {
+				return fmt.Errorf("--output %q: must be table or json", a.output)
+			}
+			return nil
+		},
+	}
+	path := a.socket
+	if path == "" {
+		path = defaultSocket
+	}
+	f := root.PersistentFlags()
+	f.StringVar(&a.path, "socket", path, "the daemon's Admin socket; $KVFERRY_ADMIN_SOCKET where that is set")
+	f.StringVarP(&a.output, "output", "o", "table", "table or json")
+	f.DurationVar(&a.timeout, "timeout", 5*time.Second, "how long the daemon may take to answer")
+	root.AddCommand(a.status(), a.workers(), a.spaces(), a.blocks(), a.offers(), a.config(), a.version())
+	root.CompletionOptions.HiddenDefaultCmd = true
+	return root
+}
+
+// ask dials, and runs one question under the timeout.
+func ask[Q, R any](ctx context.Context, a *app, call func(kvferryv1.AdminClient, context.Context, Q, ...grpc.CallOption) (R, error), q Q) (R, error) {
+	var none R
+	ctx, cancel := context.WithTimeout(ctx, a.timeout)
+	defer cancel()
+	client, closeConn, err := dial(ctx, a.path)
+	if err != nil {
+		return none, &downError{socket: a.path, timeout: a.timeout, cause: err}
+	}
+	defer closeConn()
+	r, err := call(client, ctx, q)
+	if err != nil {
+		return none, a.failed(err)
+	}
+	return r, nil
+}
