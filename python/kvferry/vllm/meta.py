@@ -1,0 +1,44 @@
+"""What the scheduler side and the workers tell each other with every step. Pickled by vLLM between its own processes."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+
+@dataclass
+class StoreJob:
+    store_id: int  # given by the scheduler side, the same on every rank
+    request_id: str
+    block_ids: list[int]
+    hashes: bytes
+    parents: bytes
+
+
+@dataclass
+class LoadJob:
+    request_id: str
+    block_ids: list[int]
+    hashes: bytes
+    ticket: bytes | None
+
+
+@dataclass
+class StepMeta(KVConnectorMetadata):
+    weights_generation: str
+    revokes: list[int] = field(default_factory=list)  # stores whose blocks are written again in this step
+    stores: list[StoreJob] = field(default_factory=list)  # to begin after this step's forward
+    loads: list[LoadJob] = field(default_factory=list)
+    cancels: list[str] = field(default_factory=list)  # requests whose load is no longer wanted
+    holds: dict[str, list[int]] = field(default_factory=dict)  # finished requests that keep their blocks for these stores
+
+
+@dataclass
+class RankMeta(KVConnectorWorkerMetadata):
+    """Store id -> number of ranks that are done with reading its blocks."""
+
+    ended: Counter[int]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "RankMeta":
+        assert isinstance(other, RankMeta)
+        return RankMeta(self.ended + other.ended)

@@ -1,0 +1,251 @@
+"""The scheduler side: what to look up, load, store, hand over and take back, decided from vLLM's calls.
+
+It never waits for the daemon. What it knows of a request is in one _Request; what may still read blocks is in _Reads.
+"""
+
+import logging
+import os
+from typing import Any
+
+from kvferry import wire
+from kvferry.session import Session
+from kvferry.v1 import engine_pb2 as pb
+from kvferry.vllm.config import Config
+from kvferry.vllm.handoff import make_offer, read_ticket
+from kvferry.vllm.matcher import Match, Matcher
+from kvferry.vllm.meta import LoadJob, RankMeta, StepMeta, StoreJob
+from kvferry.vllm.metrics import Stats, Tallies
+from kvferry.vllm.reads import Reads
+
+STORE_BLOCKS_MAX = 64
+_NO_PARENT = bytes(wire.HASH_BYTES)
+
+
+class _Request:
+    def __init__(self, request: Any):
+        self.request = request
+        self.match: Match | None = None
+        self.ticket: pb.Ticket | None = None
+        self.ticket_bytes = b""
+        self.may_load = True  # False after a load of it failed: what failed once is computed
+        self.local_blocks = 0  # hits in the engine's own cache at the last look-up
+        self.table_length = 0  # blocks of its table that were seen so far
+        self.stored_until = 0  # blocks before this one are resident or were handed to a store
+        self.stores: set[int] = set()  # that cover blocks of it and have not ended
+
+
+class Scheduler:
+    """Every method runs on the scheduler's thread. ranks: worker processes that must be done with a store."""
+
+    def __init__(self, config: Config, hello: pb.Hello, ranks: int, log: logging.Logger):
+        self._config = config
+        self._hello = hello
+        self._ranks = ranks
+        self._log = log
+        self._block_tokens: int = hello.space.block_tokens
+        self._generation: str = hello.space.weights_generation
+        self._tallies = Tallies()
+        self._requests: dict[str, _Request] = {}
+        self._loads: dict[str, LoadJob] = {}  # begun and not ended
+        self._reads = Reads()
+        self._meta = StepMeta(self._generation)
+        self._leases: list[str] = []  # to be given back
+        self._session = Session(config.socket, config.descriptors, hello, {}, log)
+        self._matcher = Matcher(self._session, config, self._tallies)
+        self._session.start()
+
+    # ---- look-up ----
+
+    def arrived(self, request: Any) -> None:
+        state = _Request(request)
+        self._requests[request.request_id] = state
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_prefill"):
+            self._take_ticket(state, params)
+        self._look_up(state)
+
+    def _take_ticket(self, state: _Request, params: dict[str, Any]) -> None:
+        target = self._session.space_id(self._generation)
+        if target is None:
+            self._tallies.add("tickets", label="not_attached")
+            return
+        hashes = state.request.block_hashes
+        state.ticket_bytes, state.ticket, result = read_ticket(params, target[1], hashes, state.request.num_tokens)
+        self._tallies.add("tickets", label=result)
+
+    def _look_up(self, state: _Request) -> None:
+        blocks = min(len(state.request.block_hashes), state.request.num_tokens // self._block_tokens)
+        state.match = None
+        if blocks:
+            state.match = self._matcher.ask(state.request.request_id, state.request.block_hashes[:blocks], self._generation)
+
+    def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        """None: ask again in a moment."""
+        state = self._requests.get(request.request_id)
+        if state is None:
+            return 0, False
+        # The engine begins this request from nothing, or again after it was preempted.
+        state.local_blocks = state.table_length = computed_tokens // self._block_tokens
+        state.stored_until = 0
+        if state.match is not None and state.match.stale(self._generation):
+            self._look_up(state)
+        available = self._matcher.result(state.match)
+        if available is None and state.ticket is None:
+            return None, False
+        state.stored_until = available = available or 0
+        if not state.may_load:
+            return 0, False
+        if state.ticket is not None:
+            available = max(available, state.ticket.blocks)
+        tokens = min(available * self._block_tokens, request.num_tokens) - computed_tokens
+        return (tokens, True) if tokens > 0 else (0, False)
+
+    # ---- blocks ----
+
+    def allocated(self, request: Any, block_ids: list[int], external_tokens: int) -> None:
+        """block_ids is the request's whole table, hits in the engine's own cache first."""
+        state = self._requests.get(request.request_id)
+        if state is None:
+            self._reused(block_ids)
+            return
+        self._reused(block_ids[state.table_length :])
+        state.table_length = len(block_ids)
+        if external_tokens <= 0:
+            return
+        first, end = state.local_blocks, state.local_blocks + external_tokens // self._block_tokens
+        state.stored_until = max(state.stored_until, end)
+        job = LoadJob(
+            request.request_id,
+            list(block_ids[first:end]),
+            b"".join(request.block_hashes[first:end]),
+            state.ticket_bytes if state.ticket is not None else None,
+        )
+        state.ticket = None  # a ticket is good for one claim
+        self._loads[request.request_id] = job
+        self._meta.loads.append(job)
+
+    def _reused(self, block_ids: list[int]) -> None:
+        self._meta.revokes.extend(self._reads.reuse(block_ids))
+
+    # ---- the step ----
+
+    def step_meta(self, output: Any) -> StepMeta:
+        cached = output.scheduled_cached_reqs
+        for request_id, new in zip(cached.req_ids, cached.new_block_ids):
+            # A resumed request was told to allocated(), with its whole table.
+            if new is not None and request_id not in cached.resumed_req_ids:
+                self._reused(new[0])
+                if state := self._requests.get(request_id):
+                    state.table_length += len(new[0])
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            if state := self._requests.get(request_id):
+                tables = output.kv_connector_block_state.get_block_ids(request_id)
+                if tables is not None:
+                    self._store_finished(state, tables[0], state.request.num_computed_tokens + scheduled)
+        self._release_leases()
+        meta, self._meta = self._meta, StepMeta(self._generation)
+        meta.weights_generation = self._generation
+        return meta
+
+    def _store_finished(self, state: _Request, block_ids: list[int], tokens: int) -> None:
+        """Hands the blocks that are full after this step to stores, and so what the engine's own cache had of the prompt."""
+        hashes = state.request.block_hashes
+        end = min(tokens // self._block_tokens, len(hashes), len(block_ids))
+        wanted: list[int] = []
+        for i in range(state.stored_until, end):
+            if (store_id := self._reads.store_of(hashes[i])) is not None:
+                state.stores.add(store_id)  # another request's store has it
+            elif self._reads.current(block_ids[i]):
+                wanted.append(i)
+        state.stored_until = max(state.stored_until, end)
+        for at in range(0, len(wanted), STORE_BLOCKS_MAX):
+            part = wanted[at : at + STORE_BLOCKS_MAX]
+            ids, names = [block_ids[i] for i in part], [hashes[i] for i in part]
+            store_id = self._reads.add(ids, names, self._ranks)
+            state.stores.add(store_id)
+            parents = b"".join(hashes[i - 1] if i else _NO_PARENT for i in part)
+            self._meta.stores.append(StoreJob(store_id, state.request.request_id, ids, b"".join(names), parents))
+
+    def step_ended(self, output: Any) -> None:
+        if isinstance(output.kv_connector_worker_meta, RankMeta):
+            self._reads.ended(output.kv_connector_worker_meta.ended)
+        for request_id in output.finished_recving or ():
+            job = self._loads.pop(request_id, None)
+            state = self._requests.get(request_id)
+            if job is None or state is None:
+                continue
+            self._leases.append(request_id)
+            failed = [i for i, block_id in enumerate(job.block_ids) if block_id in (output.invalid_block_ids or ())]
+            if failed:
+                state.may_load = False
+                state.stored_until = min(state.stored_until, state.local_blocks + failed[0])
+
+    # ---- the end of a request ----
+
+    def finished(self, request: Any, finished_well: bool) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the request's blocks must be kept for its stores, and what goes back to the router."""
+        state = self._requests.pop(request.request_id, None)
+        if state is None:
+            return False, None
+        if state.match is not None:
+            self._leases.append(request.request_id)
+        if request.request_id in self._loads:
+            # Still receiving: the workers report it, at the latest at the load's deadline.
+            self._meta.cancels.append(request.request_id)
+            return False, None
+        params = request.kv_transfer_params or {}
+        if not params.get("do_remote_decode") or not finished_well:
+            return False, None
+        answer = self._offer(state)
+        pending = sorted(self._reads.unfinished(state.stores))
+        if self._config.mode == "staging" or not pending:
+            return False, answer
+        self._meta.holds[request.request_id] = pending
+        return True, answer
+
+    def _offer(self, state: _Request) -> dict[str, Any]:
+        # These keys are what proxies carry from one engine to the other; without a ticket the prompt is computed again.
+        answer: dict[str, Any] = {"do_remote_prefill": True, "do_remote_decode": False}
+        answer.update(dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")))
+        target = self._session.space_id(self._generation)
+        if target is None:
+            return answer
+        made = make_offer(state.request, *target, self._block_tokens, self._config.offer_lifetime_ms, self._hello.instance)
+        if made is not None:
+            offer, ticket = made
+            if target[0].send(pb.SessionRequest(offer=offer)):
+                answer["kvferry_ticket"] = ticket
+                self._tallies.add("offers")
+        return answer
+
+    def _release_leases(self) -> None:
+        if not self._leases:
+            return
+        leases, self._leases = self._leases[:4096], self._leases[4096:]
+        if (attachment := self._session.attachment) is not None:
+            attachment.send(pb.SessionRequest(release_lease=pb.ReleaseLease(request_ids=leases)))
+
+    # ---- the rest ----
+
+    def reset(self) -> None:
+        """The weights may have changed: what was stored so far, and what lies in the engine's blocks, belongs to another space."""
+        self._generation = os.urandom(16).hex()
+        space = pb.Space()
+        space.CopyFrom(self._hello.space)
+        space.weights_generation = self._generation
+        self._session.use_space(space)
+        self._reads.forget_contents()
+        self._meta.cancels.extend(self._loads)
+        self._log.info("kvferry: the cache was reset: blocks of weights generation %s from now on", self._generation)
+
+    def count_error(self, where: str) -> None:
+        self._tallies.add("errors", label=where)
+
+    def take_stats(self) -> Stats | None:
+        return self._tallies.take()
+
+    def close(self) -> None:
+        self._matcher.close()
+        self._session.close()
+
+

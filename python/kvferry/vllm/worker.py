@@ -1,0 +1,209 @@
+"""One rank: lends its KV memory, hands finished blocks to the daemon, and has blocks loaded."""
+
+import logging
+import time
+from array import array
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from kvferry import _native, wire
+from kvferry.attachment import Operation, Refusal
+from kvferry.session import Session
+from kvferry.v1 import engine_pb2 as pb
+from kvferry.vllm.config import Config
+from kvferry.vllm.layout import KVMemory, Staging, pack
+from kvferry.vllm.loader import Loader
+from kvferry.vllm.meta import RankMeta, StepMeta, StoreJob
+from kvferry.vllm.metrics import Stats, Tallies
+
+_REGION = 1
+
+
+@dataclass
+class _Store:
+    """A store that may still read its blocks."""
+
+    operation: Operation
+    deadline: float
+    slots: list[int]  # of the staging buffer; empty where memory is lent
+
+
+class Worker:
+    """Every method but those of callbacks runs on the engine's thread and never waits for the daemon."""
+
+    def __init__(self, config: Config, hello: pb.Hello, blocks: int, log: logging.Logger):
+        self._config = config
+        self._hello = hello
+        self._blocks = blocks
+        self._log = log
+        self._generation = hello.space.weights_generation
+        self._tallies = Tallies()
+        self._session: Session | None = None
+        self._loader: Loader | None = None
+        self._staging: Staging | None = None
+        self._stores: dict[int, _Store] = {}  # by store id; what the scheduler side believes to be reading
+        self._ended: Counter[int] = Counter()  # store ids to tell it about
+        self._holds: dict[str, tuple[list[int], float]] = {}  # request -> its stores, and until when
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Raises ValueError where the memory cannot be served."""
+        lend = self._config.mode == "lent"
+        self._memory = KVMemory(kv_caches, self._blocks, lend)
+        if lend:
+            shared, region = self._memory.shared, self._memory.region(_REGION, self._blocks)
+        else:
+            self._staging = Staging(self._memory.planes, self._config.staging_bytes)
+            self._planes, self._staging_planes = pack(self._memory.planes), pack(self._staging.planes)
+            shared, region = self._staging.shared, self._staging.region(_REGION)
+        assert shared is not None
+        self._hello.regions.append(region)
+        self._loader = Loader(self._memory, self._config.load_timeout_ms, self._config.copy_threads, self._tallies, self._log)
+        self._session = Session(self._config.socket, self._config.descriptors, self._hello, {_REGION: shared.fd}, self._log)
+        self._session.start()
+        self._log.info(
+            "kvferry: rank %d serves %d blocks of %d KiB, %s, copies with %s",
+            self._hello.rank,
+            self._blocks,
+            self._memory.block_bytes >> 10,
+            "lent" if lend else f"staged through {self._staging.slots} slots",  # type: ignore[union-attr]
+            _native.isa(),
+        )
+
+    def before_step(self, meta: StepMeta) -> None:
+        """Takes back what this step writes again: before blocks are zeroed, loaded into or computed."""
+        for store_id in meta.revokes:
+            self._take_back(store_id)
+        if meta.weights_generation != self._generation and self._session is not None:
+            self._generation = meta.weights_generation
+            space = pb.Space()
+            space.CopyFrom(self._hello.space)
+            space.weights_generation = self._generation
+            self._session.use_space(space)
+        deadline = time.monotonic() + self._config.hold_ms / 1000
+        for request_id, store_ids in meta.holds.items():
+            self._holds[request_id] = (store_ids, deadline)
+
+    def start_loads(self, meta: StepMeta) -> None:
+        if self._loader is None:
+            return
+        target = self._session.space_id(self._generation) if self._session else None
+        for job in meta.loads:
+            self._loader.begin(job, target)
+        for request_id in meta.cancels:
+            self._loader.cancel(request_id)
+
+    def start_stores(self, meta: StepMeta) -> None:
+        """The step's forward pass is complete: blocks that it finished may be read."""
+        for job in meta.stores:
+            try:
+                self._start_store(job)
+            except Refusal as refusal:
+                self._tallies.add("unstored_blocks", len(job.block_ids), str(refusal))
+                self._ended[job.store_id] += 1
+
+    def _start_store(self, job: StoreJob) -> None:
+        target = self._session.space_id(self._generation) if self._session else None
+        if target is None:
+            raise Refusal("not_attached")
+        attachment, space_id = target
+        slots = self._stage(job.block_ids) if self._staging is not None else []
+        try:
+            operation = attachment.store(
+                space_id,
+                job.request_id,
+                _REGION,
+                slots or job.block_ids,
+                job.hashes,
+                job.parents,
+                self._config.store_timeout_ms,
+                on_end=lambda op, end: self._count(job, end),
+            )
+        except Refusal:
+            self._unstage(slots)
+            raise
+        self._stores[job.store_id] = _Store(operation, time.monotonic() + self._config.store_timeout_ms / 1000, slots)
+
+    def _stage(self, block_ids: list[int]) -> list[int]:
+        assert self._staging is not None
+        slots = self._staging.take(len(block_ids))
+        if slots is None:
+            raise Refusal("staging_full")
+        _native.copy_blocks(
+            self._staging.shared.map,
+            self._staging_planes,
+            array("I", slots),
+            self._memory.memory,
+            self._planes,
+            array("I", block_ids),
+            self._config.copy_threads,
+        )
+        return slots
+
+    def _unstage(self, slots: list[int]) -> None:
+        if self._staging is not None:
+            self._staging.give(slots)
+
+    def _count(self, job: StoreJob, end: pb.OperationEnd) -> None:
+        """On the session's thread."""
+        self._tallies.add("stored_blocks", end.blocks_stored)
+        self._tallies.add("stored_bytes", end.blocks_stored * self._memory.block_bytes)
+        self._tallies.add("present_blocks", end.blocks_present)
+        rest = len(job.block_ids) - end.blocks_stored - end.blocks_present
+        if rest > 0:
+            reason = pb.Outcome.Name(end.outcome).removeprefix("OUTCOME_").lower()
+            self._tallies.add("unstored_blocks", rest, reason)
+        if end.outcome == pb.OUTCOME_REJECTED:
+            self._log.warning("kvferry: the daemon rejected a store: %s", end.reason)
+
+    def _take_back(self, store_id: int) -> None:
+        store = self._stores.get(store_id)
+        if store is not None:
+            store.operation.revoke()
+
+    def _poll_stores(self) -> None:
+        now = time.monotonic()
+        for store_id, store in list(self._stores.items()):
+            if store.operation.state() == wire.PENDING:
+                if now < store.deadline:
+                    continue
+                store.operation.revoke()
+            # Decided: if the daemon still reads, what it reads is thrown away.
+            del self._stores[store_id]
+            self._ended[store_id] += 1
+            self._unstage(store.slots)
+
+    def finished(self) -> tuple[set[str], set[str], set[int]]:
+        """Requests whose held blocks are free, requests whose load has ended, blocks that failed to load."""
+        self._poll_stores()
+        now = time.monotonic()
+        sent = set()
+        for request_id, (store_ids, deadline) in list(self._holds.items()):
+            pending = [i for i in store_ids if i in self._stores]
+            if pending and now < deadline:
+                continue
+            for store_id in pending:
+                self._take_back(store_id)
+            del self._holds[request_id]
+            sent.add(request_id)
+        received, bad = self._loader.take_ended() if self._loader is not None else (set(), set())
+        return sent, received, bad
+
+    def take_meta(self) -> RankMeta | None:
+        ended, self._ended = self._ended, Counter()
+        return RankMeta(ended) if ended else None
+
+    def count_error(self, where: str) -> None:
+        self._tallies.add("errors", label=where)
+
+    def take_stats(self) -> Stats | None:
+        return self._tallies.take()
+
+    def close(self) -> None:
+        for store_id in list(self._stores):
+            self._take_back(store_id)
+        if self._session is not None:
+            self._session.close()
+        if self._loader is not None:
+            self._loader.close()
