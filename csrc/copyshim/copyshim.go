@@ -40,7 +40,8 @@ const NonTemporal Flags = C.KVCOPY_NT
 // Address is where b lies.
 func Address(b []byte) uintptr { return uintptr(unsafe.Pointer(unsafe.SliceData(b))) }
 
-// Copy copies all units, whose segments follow each other in segments, in one crossing. It panics where there are fewer segments than the units say.
+// Copy copies all units, whose segments follow each other in segments, in one crossing, and fences: what is read or written after it is so in every
+// other thread's eyes too. It panics where there are fewer segments than the units say.
 func Copy(segments []Segment, units []Unit, flags Flags) {
 	var n int
 	for _, u := range units {

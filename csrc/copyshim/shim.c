@@ -10,4 +10,5 @@ void copyshim_copy(const uintptr_t *segs, copyshim_unit *units, size_t n, unsign
         kvcopy_copy(s, units[i].segments, &units[i].crc, flags);
         s += units[i].segments;
     }
+    __atomic_thread_fence(__ATOMIC_ACQ_REL); // so that a generation which is read after the copy is not read before it
 }

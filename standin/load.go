@@ -1,0 +1,168 @@
+package standin
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"unsafe"
+
+	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/csrc/copyshim"
+	kvferryv1 "github.com/kvferry/kvferry/proto/kvferry/v1"
+)
+
+// LoadRequest names blocks to be read from the pool into blocks of the memory.
+type LoadRequest struct {
+	RequestID  string
+	Blocks     []uint32
+	Hashes     []kvferry.Hash
+	Ticket     []byte // with it, this is an Accept
+	DeadlineMs uint32
+}
+
+// LoadReport says what became of each block.
+type LoadReport struct {
+	Status []kvferryv1.BlockStatus // READY: it is in the memory, and was checked
+	Loaded int
+	Wrong  int // whose generation or checksum did not hold: MISS in Status
+}
+
+// Load reads blocks out of the pool into the memory. A block that is not READY in the report is to be computed; its memory may hold anything.
+func (s *Session) Load(ctx context.Context, r LoadRequest) (*LoadReport, error) {
+	report := &LoadReport{Status: make([]kvferryv1.BlockStatus, len(r.Hashes))}
+	if len(r.Blocks) != len(r.Hashes) {
+		return report, errors.New("load: blocks and hashes differ in number")
+	}
+	o, err := s.begin(r.DeadlineMs, func(operation uint64, word uint32) *kvferryv1.SessionRequest {
+		load := &kvferryv1.Load{Operation: operation, Word: word, SpaceId: s.Space[:], RequestId: r.RequestID, Hashes: pack(r.Hashes), DeadlineMs: r.DeadlineMs}
+		if r.Ticket == nil {
+			return &kvferryv1.SessionRequest{Message: &kvferryv1.SessionRequest_Load{Load: load}}
+		}
+		return &kvferryv1.SessionRequest{Message: &kvferryv1.SessionRequest_Accept{Accept: &kvferryv1.Accept{Load: load, Ticket: r.Ticket}}}
+	})
+	if err != nil {
+		return report, fmt.Errorf("load: %w", err)
+	}
+	err = o.copyResults(ctx, r.Blocks, report)
+	release := &kvferryv1.Release{Operations: []uint64{o.number}, WrongBlocks: uint32(report.Wrong)}
+	if e := s.send(&kvferryv1.SessionRequest{Message: &kvferryv1.SessionRequest_Release{Release: release}}); err == nil {
+		err = e
+	}
+	if err != nil {
+		return report, fmt.Errorf("load: %w", err)
+	}
+	return report, nil
+}
+
+// copyResults copies as results come, until the last one.
+func (o *Operation) copyResults(ctx context.Context, blocks []uint32, report *LoadReport) error {
+	for {
+		results, err := o.take(ctx)
+		if err != nil {
+			return err
+		}
+		if len(results) == 0 {
+			o.mu.Lock()
+			defer o.mu.Unlock()
+			return fmt.Errorf("ended: %v %s", o.end.Outcome, o.end.Reason)
+		}
+		last := false
+		for _, r := range results {
+			if err := o.s.copyBlocks(r, blocks, report); err != nil {
+				return err
+			}
+			last = last || r.Last
+		}
+		if last {
+			return nil
+		}
+	}
+}
+
+// copyBlocks copies what one LoadResult says is ready.
+func (s *Session) copyBlocks(r *kvferryv1.LoadResult, blocks []uint32, report *LoadReport) error {
+	s.copies.RLock()
+	defer s.copies.RUnlock()
+	if s.closed {
+		return ErrEnded
+	}
+	first, n := int(r.First), len(r.Status)
+	if first+n > len(blocks) || len(r.Offsets) != n || len(r.HeaderOffsets) != n || len(r.Generations) != n || len(r.Crc32C) != n {
+		return errors.New("load result: lists differ in length")
+	}
+	if r.ShardBytes != s.config.Memory.ShardBytes() {
+		return fmt.Errorf("load result: shards of %d bytes, want %d", r.ShardBytes, s.config.Memory.ShardBytes())
+	}
+	var next, loaded, wrong atomic.Int64
+	run := int64(max(1, copyRun/r.ShardBytes)) // blocks of one crossing
+	work := func() {
+		for {
+			end := next.Add(run)
+			from := end - run
+			if from >= int64(n) {
+				return
+			}
+			l, w := s.copyRun(r, int(from), min(int(end), n), blocks[first:], report.Status[first:])
+			loaded.Add(int64(l))
+			wrong.Add(int64(w))
+		}
+	}
+	var wg sync.WaitGroup
+	for range min(s.config.ThreadsMax, int(uint64(n)*r.ShardBytes/copyThread)) - 1 {
+		wg.Go(work)
+	}
+	work()
+	wg.Wait()
+	report.Loaded += int(loaded.Load())
+	report.Wrong += int(wrong.Load())
+	return nil
+}
+
+const (
+	copyRun    = 1 << 20 // bytes that one crossing into C copies at least
+	copyThread = 4 << 20 // bytes that make one more thread worth while
+)
+
+// copyRun copies blocks from..to of r: the generation is compared before and after the copy, and the checksum of what was copied.
+func (s *Session) copyRun(r *kvferryv1.LoadResult, from, to int, blocks []uint32, status []kvferryv1.BlockStatus) (loaded, wrong int) {
+	m := s.config.Memory
+	var segments []copyshim.Segment
+	var units []copyshim.Unit
+	var at []int
+	for i := from; i < to; i++ {
+		status[i] = kvferryv1.BlockStatus(r.Status[i])
+		if status[i] != kvferryv1.BlockStatus_BLOCK_STATUS_READY {
+			continue
+		}
+		if !s.holds(r, i) || blocks[i] >= m.Blocks || r.Offsets[i] > uint64(len(s.pool)) || r.ShardBytes > uint64(len(s.pool))-r.Offsets[i] {
+			status[i] = kvferryv1.BlockStatus_BLOCK_STATUS_MISS
+			wrong++
+			continue
+		}
+		src := copyshim.Address(s.pool) + uintptr(r.Offsets[i])
+		for p := range m.Planes {
+			segments = append(segments, copyshim.Segment{Dst: copyshim.Address(m.Plane(blocks[i], p)), Src: src, Length: uintptr(m.PlaneBytes)})
+			src += uintptr(m.PlaneBytes)
+		}
+		units = append(units, copyshim.Unit{Segments: uint32(m.Planes)})
+		at = append(at, i)
+	}
+	copyshim.Copy(segments, units, copyshim.NonTemporal)
+	for k, i := range at {
+		if units[k].CRC32C != r.Crc32C[i] || !s.holds(r, i) {
+			status[i] = kvferryv1.BlockStatus_BLOCK_STATUS_MISS
+			wrong++
+			continue
+		}
+		loaded++
+	}
+	return loaded, wrong
+}
+
+// holds tells whether slot i still has the generation that the daemon told.
+func (s *Session) holds(r *kvferryv1.LoadResult, i int) bool {
+	at := r.HeaderOffsets[i]
+	return at%8 == 0 && at+8 <= uint64(len(s.pool)) && atomic.LoadUint64((*uint64)(unsafe.Pointer(&s.pool[at]))) == r.Generations[i]
+}
