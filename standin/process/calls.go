@@ -1,0 +1,57 @@
+package process
+
+import (
+	"context"
+
+	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/standin"
+)
+
+// Attach is Service.Attach in the worker; so are the others.
+func (w *Worker) Attach(ctx context.Context, a AttachArgs) error {
+	_, err := call[AttachArgs, struct{}](ctx, w, "Attach", a)
+	return err
+}
+
+// Write computes blocks.
+func (w *Worker) Write(ctx context.Context, blocks []uint32, hashes []kvferry.Hash) error {
+	_, err := call[BlocksArgs, struct{}](ctx, w, "Write", BlocksArgs{blocks, hashes})
+	return err
+}
+
+// Scribble overwrites blocks.
+func (w *Worker) Scribble(ctx context.Context, blocks []uint32) error {
+	_, err := call[BlocksArgs, struct{}](ctx, w, "Scribble", BlocksArgs{Blocks: blocks})
+	return err
+}
+
+// Check counts wrong bytes.
+func (w *Worker) Check(ctx context.Context, blocks []uint32, hashes []kvferry.Hash) (uint64, error) {
+	return call[BlocksArgs, uint64](ctx, w, "Check", BlocksArgs{blocks, hashes})
+}
+
+// Store stores batches that are under way together.
+func (w *Worker) Store(ctx context.Context, batches ...standin.StoreRequest) (StoreReply, error) {
+	return call[StoreArgs, StoreReply](ctx, w, "Store", StoreArgs{batches})
+}
+
+// Load loads or accepts.
+func (w *Worker) Load(ctx context.Context, r standin.LoadRequest) (LoadReply, error) {
+	return call[standin.LoadRequest, LoadReply](ctx, w, "Load", r)
+}
+
+// Match matches.
+func (w *Worker) Match(ctx context.Context, a MatchArgs) (MatchReply, error) {
+	return call[MatchArgs, MatchReply](ctx, w, "Match", a)
+}
+
+// ReleaseLease gives leases back.
+func (w *Worker) ReleaseLease(ctx context.Context, requestID string) error {
+	_, err := call[string, struct{}](ctx, w, "ReleaseLease", requestID)
+	return err
+}
+
+// Offer offers and returns the ticket.
+func (w *Worker) Offer(ctx context.Context, a OfferArgs) ([]byte, error) {
+	return call[OfferArgs, []byte](ctx, w, "Offer", a)
+}

@@ -1,0 +1,213 @@
+package process
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"time"
+
+	"github.com/kvferry/kvferry"
+	kvferryv1 "github.com/kvferry/kvferry/proto/kvferry/v1"
+	"github.com/kvferry/kvferry/standin"
+)
+
+// callTimeout bounds everything that a worker waits for.
+const callTimeout = time.Minute
+
+// Service is what a worker process does for its parent. Its methods have the form that net/rpc asks for.
+type Service struct {
+	mu        sync.Mutex
+	memory    *standin.Memory
+	worker    *standin.Session
+	scheduler *standin.Session
+}
+
+// AttachArgs says where and as what to attach. A worker process has a worker session, and a scheduler session beside it, as engines with one rank do.
+type AttachArgs struct {
+	SocketsDir string
+	Instance   string
+	Shape      standin.Shape
+	Staging    bool
+}
+
+// Space is the space of all stand-ins of one shape.
+func Space(s standin.Shape) *kvferryv1.Space {
+	return &kvferryv1.Space{Model: "standin", KvDtype: "bfloat16", BlockTokens: 512, Attention: "full", Layers: uint32(s.Planes), Heads: 1, HeadSize: uint32(s.PlaneBytes / 2048),
+		Layout: "standin/v1", Tp: 1, Pp: 1, Dcp: 1, ShardKind: kvferryv1.ShardKind_SHARD_KIND_SHARDED, HashAlgorithm: "sha256_cbor"}
+}
+
+// Attach makes the memory and opens both sessions.
+func (s *Service) Attach(a AttachArgs, _ *struct{}) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.memory != nil {
+		return errors.New("attached already")
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), callTimeout)
+	defer cancel()
+	m, err := standin.NewMemory(a.Shape)
+	if err != nil {
+		return err
+	}
+	c := standin.Config{SocketsDir: a.SocketsDir, Role: kvferryv1.Role_ROLE_WORKER, Instance: a.Instance, Space: Space(a.Shape), Memory: m}
+	if a.Staging {
+		c.Kind = kvferryv1.RegionKind_REGION_KIND_STAGING
+	}
+	w, err := standin.Attach(ctx, c)
+	if err != nil {
+		_ = m.Close()
+		return err
+	}
+	c.Role, c.Memory, c.Kind = kvferryv1.Role_ROLE_SCHEDULER, nil, 0
+	sched, err := standin.Attach(ctx, c)
+	if err != nil {
+		_ = w.Close()
+		_ = m.Close()
+		return err
+	}
+	s.memory, s.worker, s.scheduler = m, w, sched
+	return nil
+}
+
+func (s *Service) close() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.memory != nil {
+		_ = s.scheduler.Close()
+		_ = s.worker.Close()
+		_ = s.memory.Close()
+	}
+}
+
+// BlocksArgs names blocks of the memory and what they hold or shall hold.
+type BlocksArgs struct {
+	Blocks []uint32
+	Hashes []kvferry.Hash
+}
+
+// Write computes blocks: each gets the content that its hash stands for.
+func (s *Service) Write(a BlocksArgs, _ *struct{}) error {
+	for i, b := range a.Blocks {
+		s.memory.Write(b, a.Hashes[i])
+	}
+	return nil
+}
+
+// Scribble overwrites blocks with something else.
+func (s *Service) Scribble(a BlocksArgs, _ *struct{}) error {
+	for _, b := range a.Blocks {
+		s.memory.Scribble(b)
+	}
+	return nil
+}
+
+// Check counts bytes that are not what they should be.
+func (s *Service) Check(a BlocksArgs, wrong *uint64) error {
+	for i, b := range a.Blocks {
+		*wrong += s.memory.Wrong(b, a.Hashes[i])
+	}
+	return nil
+}
+
+// StoreArgs are Stores that are under way together.
+type StoreArgs struct{ Batches []standin.StoreRequest }
+
+// StoreReply sums them up.
+type StoreReply struct {
+	Stored, Present, Failed int // blocks
+	Reason                  string
+	Took                    time.Duration
+}
+
+// Store stores blocks and waits for all operations to end.
+func (s *Service) Store(a StoreArgs, r *StoreReply) error {
+	ctx, cancel := context.WithTimeout(context.Background(), callTimeout)
+	defer cancel()
+	start := time.Now()
+	operations := make([]*standin.Operation, len(a.Batches))
+	for i, b := range a.Batches {
+		var err error
+		if operations[i], err = s.worker.Store(b); err != nil {
+			return err
+		}
+	}
+	for i, o := range operations {
+		end, err := o.Wait(ctx)
+		if err != nil {
+			return err
+		}
+		r.Stored += int(end.BlocksStored)
+		r.Present += int(end.BlocksPresent)
+		if end.Outcome != kvferryv1.Outcome_OUTCOME_COMMITTED {
+			r.Failed += len(a.Batches[i].Hashes)
+			r.Reason = end.Outcome.String() + ": " + end.Reason
+		}
+	}
+	r.Took = time.Since(start)
+	return nil
+}
+
+// LoadReply is a report, with the time from the request to the last byte in its place and checked.
+type LoadReply struct {
+	Report standin.LoadReport
+	Took   time.Duration
+}
+
+// Load loads or accepts.
+func (s *Service) Load(a standin.LoadRequest, r *LoadReply) error {
+	ctx, cancel := context.WithTimeout(context.Background(), callTimeout)
+	defer cancel()
+	start := time.Now()
+	report, err := s.worker.Load(ctx, a)
+	r.Took, r.Report = time.Since(start), *report
+	return err
+}
+
+// MatchArgs asks for a prompt.
+type MatchArgs struct {
+	RequestID string
+	Hashes    []kvferry.Hash
+	LeaseMs   uint32
+	Times     int // how often, one after the other; 0 is once
+}
+
+// MatchReply has the blocks of the last answer, and how long each took.
+type MatchReply struct {
+	Blocks uint32
+	Took   []time.Duration
+}
+
+// Match matches on the scheduler session.
+func (s *Service) Match(a MatchArgs, r *MatchReply) error {
+	ctx, cancel := context.WithTimeout(context.Background(), callTimeout)
+	defer cancel()
+	for range max(1, a.Times) {
+		start := time.Now()
+		m, err := s.scheduler.Match(ctx, a.RequestID, a.Hashes, a.LeaseMs)
+		if err != nil {
+			return err
+		}
+		r.Took = append(r.Took, time.Since(start))
+		r.Blocks = m.Blocks
+	}
+	return nil
+}
+
+// ReleaseLease gives leases back.
+func (s *Service) ReleaseLease(requestID string, _ *struct{}) error {
+	return s.scheduler.ReleaseLease(requestID)
+}
+
+// OfferArgs offers a prompt.
+type OfferArgs struct {
+	RequestID  string
+	Hashes     []kvferry.Hash
+	Tokens     uint32
+	LifetimeMs uint32
+}
+
+// Offer offers on the scheduler session and answers the ticket.
+func (s *Service) Offer(a OfferArgs, ticket *[]byte) (err error) {
+	*ticket, err = s.scheduler.Offer(a.RequestID, a.Hashes, a.Tokens, a.LifetimeMs)
+	return err
+}
