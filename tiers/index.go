@@ -46,6 +46,7 @@ func (r *records) add() recordID {
 		return id
 	}
 	if r.next == 0 {
+		r.chunks = append(r.chunks, make([]record, recordsPerChunk)) // record 0 is none, and may be looked at
 		r.next = 1
 	}
 	id := r.next
@@ -69,15 +70,26 @@ type index struct {
 	recs   *records
 	seed   uint64
 	tables [256]table
+	sink   uint64 // keeps the loads of findBatch that only warm the cache
 }
 
+// entry is a record's number, and above it 32 bits of its hash's place: a search looks at a record only where these agree.
+type entry uint64
+
+const tagMask = 0xffffffff << 32
+
+func newEntry(place uint64, id recordID) entry { return entry(place<<8&tagMask | uint64(id)) }
+
+func (e entry) id() recordID { return recordID(e) }
+
 type table struct {
-	slots []recordID
+	slots []entry
 	live  int
 }
 
 func newIndex(recs *records) *index { return &index{recs: recs, seed: rand.Uint64()} }
 
+// place is where a hash belongs: bits 56.. choose the table, 24..55 are the tag, the lower ones the slot.
 func (x *index) place(space SpaceRef, h []byte) uint64 {
 	v := binary.LittleEndian.Uint64(h) ^ x.seed
 	v = (v ^ v>>32) * 0x9e3779b97f4a7c15
@@ -86,57 +98,68 @@ func (x *index) place(space SpaceRef, h []byte) uint64 {
 	return v ^ v>>32
 }
 
+// candidate is the next entry from slot i on that has the place's tag; 0 when there is none.
+func (t *table) candidate(place uint64, i uint64) (entry, uint64) {
+	mask := uint64(len(t.slots) - 1)
+	tag := entry(place << 8 & tagMask)
+	for ; ; i++ {
+		e := t.slots[i&mask]
+		if e == 0 || e&tagMask == tag {
+			return e, i
+		}
+	}
+}
+
 func (x *index) find(space SpaceRef, h *kvferry.Hash) recordID {
 	v := x.place(space, h[:])
 	t := &x.tables[v>>56]
 	if t.live == 0 {
 		return 0
 	}
-	mask := uint64(len(t.slots) - 1)
-	for i := v & mask; ; i = (i + 1) & mask {
-		id := t.slots[i]
-		if id == 0 {
-			return 0
-		}
-		if r := x.recs.at(id); r.hash == *h && r.space == space {
-			return id
+	for e, i := t.candidate(v, v); e != 0; e, i = t.candidate(v, i+1) {
+		if x.is(e.id(), space, h) {
+			return e.id()
 		}
 	}
+	return 0
 }
 
-// findBatch looks up to len(out) hashes up. The first loop touches the tables only, so that the processor has many cache misses in flight at once.
+func (x *index) is(id recordID, space SpaceRef, h *kvferry.Hash) bool {
+	r := x.recs.at(id)
+	return r.hash == *h && r.space == space
+}
+
+// findBatch looks len(out) hashes up. It goes over a group of them step by step, so that the processor waits for the cache misses of all at once and not for one after the other.
 func (x *index) findBatch(space SpaceRef, hashes []byte, out []recordID) {
-	const group = 32
-	var at [group]uint64
-	var first [group]recordID
+	const group = 64
+	var places [group]uint64
+	var sink entry
 	for base := 0; base < len(out); base += group {
 		n := min(group, len(out)-base)
 		for i := range n {
 			v := x.place(space, hashes[(base+i)*kvferry.HashSize:])
-			at[i] = v
-			first[i] = 0
+			places[i] = v
 			if t := &x.tables[v>>56]; t.live > 0 {
-				first[i] = t.slots[v&uint64(len(t.slots)-1)]
+				sink += t.slots[v&uint64(len(t.slots)-1)]
 			}
 		}
-		var sink uint64
-		for i := range n {
-			if first[i] != 0 {
-				sink += uint64(x.recs.at(first[i]).space)
+		ids := out[base : base+n]
+		for i := range ids {
+			ids[i] = 0
+			if t := &x.tables[places[i]>>56]; t.live > 0 {
+				e, _ := t.candidate(places[i], places[i])
+				ids[i] = e.id()
+				sink += entry(x.recs.at(ids[i]).space)
 			}
 		}
-		_ = sink
-		for i := range n {
+		for i, id := range ids {
 			h := (*kvferry.Hash)(hashes[(base+i)*kvferry.HashSize:])
-			id := first[i]
-			if id != 0 {
-				if r := x.recs.at(id); r.hash != *h || r.space != space {
-					id = x.find(space, h)
-				}
+			if id != 0 && !x.is(id, space, h) {
+				ids[i] = x.find(space, h) // two hashes with one tag
 			}
-			out[base+i] = id
 		}
 	}
+	x.sink += uint64(sink)
 }
 
 func (x *index) insert(id recordID) {
@@ -147,25 +170,25 @@ func (x *index) insert(id recordID) {
 		x.grow(t)
 	}
 	t.live++
-	t.put(v, id)
+	t.put(v, newEntry(v, id))
 }
 
-func (t *table) put(v uint64, id recordID) {
+func (t *table) put(place uint64, e entry) {
 	mask := uint64(len(t.slots) - 1)
-	i := v & mask
+	i := place & mask
 	for t.slots[i] != 0 {
 		i = (i + 1) & mask
 	}
-	t.slots[i] = id
+	t.slots[i] = e
 }
 
 func (x *index) grow(t *table) {
 	old := t.slots
-	t.slots = make([]recordID, max(16, 2*len(old)))
-	for _, id := range old {
-		if id != 0 {
-			r := x.recs.at(id)
-			t.put(x.place(r.space, r.hash[:]), id)
+	t.slots = make([]entry, max(16, 2*len(old)))
+	for _, e := range old {
+		if e != 0 {
+			r := x.recs.at(e.id())
+			t.put(x.place(r.space, r.hash[:]), e)
 		}
 	}
 }
@@ -177,7 +200,7 @@ func (x *index) remove(id recordID) {
 	t := &x.tables[v>>56]
 	mask := uint64(len(t.slots) - 1)
 	i := v & mask
-	for t.slots[i] != id {
+	for t.slots[i].id() != id {
 		i = (i + 1) & mask
 	}
 	t.live--
@@ -185,15 +208,15 @@ func (x *index) remove(id recordID) {
 		t.slots[i] = 0
 		for {
 			j = (j + 1) & mask
-			o := t.slots[j]
-			if o == 0 {
+			e := t.slots[j]
+			if e == 0 {
 				return
 			}
-			q := x.recs.at(o)
+			q := x.recs.at(e.id())
 			home := x.place(q.space, q.hash[:]) & mask
-			// o may move to i unless its home lies cyclically in (i, j].
+			// e may move to i unless its home lies cyclically in (i, j].
 			if (j-home)&mask >= (j-i)&mask {
-				t.slots[i] = o
+				t.slots[i] = e
 				i = j
 				break
 			}

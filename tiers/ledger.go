@@ -262,8 +262,8 @@ func (l *Ledger) linkParentLocked(id recordID, space SpaceRef, parent kvferry.Ha
 	if p == 0 {
 		p = l.addRecordLocked(space, parent)
 	}
-	// Parents come from clients. A cycle would never have a leaf, and never leave: such a link is not made.
-	for a, depth := p, 0; a != 0; a, depth = l.recs.at(a).parent, depth+1 {
+	// Parents come from clients. A cycle would never have a leaf, and never leave: such a link is not made. A block that nobody names as a parent closes none.
+	for a, depth := p, 0; a != 0 && (a == id || l.recs.at(id).children > 0); a, depth = l.recs.at(a).parent, depth+1 {
 		if a == id || depth > chainMax {
 			l.dropIfEmptyLocked(p)
 			return
