@@ -1,0 +1,219 @@
+"""What a test's engine can be told to do. Runs in the engine's process, where scheduler and worker are (but for tensor parallelism)."""
+
+import hashlib
+import struct
+import time
+
+from kvferry import _native
+
+
+def _sampling(count, params=None):
+    from vllm import SamplingParams
+
+    extra = {"kv_transfer_params": params} if params else None
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, extra_args=extra)
+
+
+def generate(llm, prompts, count, params=None, salt=None, lora=None):
+    from vllm.lora.request import LoRARequest
+
+    inputs = [{"prompt_token_ids": p, **({"cache_salt": salt} if salt else {})} for p in prompts]
+    started = time.monotonic()
+    request = LoRARequest(*lora) if lora else None
+    outputs = llm.generate(inputs, _sampling(count, params), use_tqdm=False, lora_request=request)
+    seconds = time.monotonic() - started
+    return [
+        {
+            "tokens": list(o.outputs[0].token_ids),
+            "cached": o.num_cached_tokens,
+            "params": o.kv_transfer_params,
+            "reason": o.outputs[0].finish_reason,
+            "seconds": seconds,
+        }
+        for o in outputs
+    ]
+
+
+def reset(llm, connector=False):
+    return llm.llm_engine.reset_prefix_cache(False, connector)
+
+
+def metrics(llm):
+    """Our counters since the start, by name and label."""
+    drain(llm)
+    return {
+        ":".join([m.name.removeprefix("vllm:kvferry_"), *(v for k, v in m.labels.items() if k not in ("model_name", "engine"))]): m.value
+        for m in llm.get_metrics()
+        if m.name.startswith("vllm:kvferry_")
+    }
+
+
+def drain(llm):
+    """Runs one short request, so that what the workers have to report comes out."""
+    generate(llm, [[5, 6, 7]], 1)
+
+
+def connectors(llm):
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return llm.llm_engine.engine_core.engine_core.scheduler.connector, get_kv_transfer_group()
+
+
+def attached(llm):
+    scheduler, worker = connectors(llm)
+    return all(side._session.attachment is not None for side in (scheduler._scheduler, worker._worker))
+
+
+def wait_attached(llm, timeout_s=15.0):
+    _poll(lambda: attached(llm), timeout_s)
+
+
+def wait_space(llm, timeout_s=15.0):
+    """Until the daemon has told both sides the id of the present space; a step carries it to the worker first."""
+    drain(llm)
+    scheduler, worker = connectors(llm)
+
+    def known():
+        return all(side._session.space_id(side._generation) for side in (scheduler._scheduler, worker._worker))
+
+    _poll(known, timeout_s)
+
+
+def wait_stored(llm, timeout_s=20.0):
+    """Until no store of this rank is under way."""
+    worker = connectors(llm)[1]._worker
+
+    def done():
+        attachment = worker._session.attachment
+        return attachment is None or not attachment._operations
+
+    _poll(done, timeout_s)
+
+
+def _poll(condition, timeout_s):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the condition did not come")
+        time.sleep(0.01)
+
+
+# ---- what lies in blocks, and what goes wrong with them ----
+
+_stored: dict[bytes, bytes] = {}
+_checks = {"stored": 0, "loaded": 0, "wrong": 0, "unknown": 0}
+
+
+def _content(memory, block_id):
+    digest = hashlib.sha256()
+    for p in memory.planes:
+        at = p.base + block_id * p.stride
+        digest.update(memoryview(memory.memory)[at : at + p.bytes])
+    return digest.digest()
+
+
+def watch_bytes(llm):
+    """From now on every block's content is noted when it is handed to a store, and compared when the block was loaded."""
+    from kvferry.vllm import loader as loader_module
+
+    worker = connectors(llm)[1]._worker
+    start_store, copy = worker._start_store, loader_module.Loader._copy
+
+    def noting(job):
+        for i, block_id in enumerate(job.block_ids):
+            _stored[job.hashes[32 * i : 32 * i + 32]] = _content(worker._memory, block_id)
+            _checks["stored"] += 1
+        start_store(job)
+
+    def comparing(self, load, attachment, first, message):
+        before = set(load.missing)
+        copy(self, load, attachment, first, message)
+        for i in before - load.missing:
+            name = load.job.hashes[32 * i : 32 * i + 32]
+            _checks["loaded"] += 1
+            if name not in _stored:
+                _checks["unknown"] += 1
+            elif _stored[name] != _content(self._memory, load.job.block_ids[i]):
+                _checks["wrong"] += 1
+
+    worker._start_store = noting
+    loader_module.Loader._copy = comparing
+
+
+def checks(llm):
+    return _checks
+
+
+def fail_loads(llm, every):
+    """From now on every n-th block's load finds a wrong checksum."""
+    count = 0
+    load_blocks = _native.load_blocks
+
+    def failing(dst, planes, ids, pool, ready, offsets, headers, generations, crcs, threads):
+        nonlocal count
+        spoiled = bytearray(crcs.tobytes())
+        for i in range(len(ids)):
+            if ready[i]:
+                count += 1
+                if count % every == 0:
+                    struct.pack_into("<I", spoiled, 4 * i, crcs[i] ^ 1)
+        return load_blocks(dst, planes, ids, pool, ready, offsets, headers, generations, bytes(spoiled), threads)
+
+    _native.load_blocks = failing
+
+
+# ---- steps taken one at a time ----
+
+
+def submit(llm, request_id, prompt, count, params=None):
+    llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, _sampling(count, params))
+
+
+def step_until_loading(llm, timeout_s=10.0):
+    """Steps until a load was begun."""
+    scheduler = connectors(llm)[0]._scheduler
+    deadline = time.monotonic() + timeout_s
+    while not scheduler._loads:
+        if time.monotonic() > deadline:
+            raise TimeoutError("no load was begun")
+        llm.llm_engine.step()
+
+
+def abort(llm, request_id):
+    core = llm.llm_engine
+    core.abort_request([request_id])
+
+
+def run_out(llm, timeout_s=60.0):
+    """Steps until no request is left; tokens by request, and the longest step in seconds."""
+    deadline = time.monotonic() + timeout_s
+    tokens, longest = {}, 0.0
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    while llm.llm_engine.has_unfinished_requests() or scheduler.has_finished_requests():
+        if time.monotonic() > deadline:
+            raise TimeoutError("requests are left")
+        started = time.monotonic()
+        for output in llm.llm_engine.step():
+            if output.finished:
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+        longest = max(longest, time.monotonic() - started)
+    return {"tokens": tokens, "longest_step": longest}
+
+
+def free_blocks(llm):
+    """Blocks that no request holds; one more, the null block, is always taken."""
+    return llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+def leftovers(llm):
+    """What the connector still remembers of requests: must be nothing when they are gone."""
+    drain(llm)
+    scheduler, worker = (side for side in connectors(llm))
+    s, w = scheduler._scheduler, worker._worker
+    return {
+        "requests": len(s._requests),
+        "loads": len(s._loads),
+        "reads": len(s._reads._unfinished),
+        "stores": len(w._stores),
+        "holds": len(w._holds),
+    }
