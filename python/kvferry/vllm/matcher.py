@@ -13,6 +13,7 @@ from kvferry.vllm.metrics import Tallies
 
 # What Match found is leased at least so long that a request which comes up later asks again.
 _FRESH_S = 30.0
+_YIELD_S = 0.0001
 
 
 class Match:
@@ -61,6 +62,8 @@ class Matcher:
         if match.waited_since is None:
             match.waited_since = now
         if not self._silent and now - match.waited_since < self._config.match_wait_ms / 1000:
+            # An engine that only waits for this answer would hold the interpreter's lock against the thread that brings it.
+            time.sleep(_YIELD_S)
             return None
         match.blocks = 0
         self._tallies.add("unasked_requests", label="silent" if self._silent else "late")
