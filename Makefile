@@ -5,11 +5,83 @@ SHELL := /bin/bash
 GO ?= go
 VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo devel)
 LDFLAGS := -s -w -X github.com/kvferry/kvferry/daemon.Version=$(VERSION)
+VENV := .venv
+
+# Pinned tools. The last protoc whose Python code runs with protobuf 6 and 7 is that of grpcio-tools 1.74.
+STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
+GRPCIO_TOOLS := grpcio-tools==1.74.0
+PROTOC_GEN_GO := google.golang.org/protobuf/cmd/protoc-gen-go@v1.36.12
+PROTOC_GEN_GO_GRPC := google.golang.org/grpc/cmd/protoc-gen-go-grpc@v1.6.2
 
 .PHONY: help
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 .PHONY: build
-build: ## build bin/kvferryd, bin/kvferry and the demo
+build: setup ## build bin/kvferryd, bin/kvferry and the demo
 	$(GO) build -trimpath -ldflags '$(LDFLAGS)' -o bin/ ./cmd/...
+
+.PHONY: setup
+setup: ## install what building and testing need (compiler, Python venv), if it is missing
+	@scripts/setup
+
+$(VENV)/installed: python/pyproject.toml python/setup.py $(wildcard csrc/copyshim/kvcopy.*) $(wildcard python/kvferry/*.c)
+	@scripts/venv $(VENV)
+
+.PHONY: test
+test: build lint check-generated $(VENV)/installed ## what a change must pass: linters, Go tests with the race detector, Python tests (at most 8 minutes)
+	$(GO) test -race -timeout 6m ./...
+	$(VENV)/bin/python -m pytest -q -m 'not vllm' python/tests
+
+.PHONY: race
+race: build ## Go tests with the race detector
+	$(GO) test -race -timeout 10m ./...
+
+.PHONY: sim
+sim: ## the seeded simulation, 200 seeds
+	$(GO) test ./daemon/sim -count=1 -args -seeds 200
+
+.PHONY: fuzz
+fuzz: ## every fuzz target for FUZZTIME (default 20s)
+	@scripts/fuzz $(or $(FUZZTIME),20s)
+
+.PHONY: lint
+lint: setup ## gofmt, go vet, staticcheck
+	@test -z "$$(gofmt -l $$(git ls-files '*.go'))" || { echo "not gofmt'ed:"; gofmt -l $$(git ls-files '*.go'); exit 1; }
+	$(GO) vet ./...
+	$(GO) run $(STATICCHECK) ./...
+
+.PHONY: generate
+generate: ## make the generated protobuf code anew
+	@GRPCIO_TOOLS='$(GRPCIO_TOOLS)' PROTOC_GEN_GO='$(PROTOC_GEN_GO)' PROTOC_GEN_GO_GRPC='$(PROTOC_GEN_GO_GRPC)' scripts/generate .
+
+.PHONY: check-generated
+check-generated: ## fail when the generated code is not what its sources make
+	@GRPCIO_TOOLS='$(GRPCIO_TOOLS)' PROTOC_GEN_GO='$(PROTOC_GEN_GO)' PROTOC_GEN_GO_GRPC='$(PROTOC_GEN_GO_GRPC)' scripts/check-generated
+
+.PHONY: bench
+bench: build $(VENV)/installed ## measure against this machine's limits; writes bench/out/latest.json
+	$(GO) run ./bench
+
+.PHONY: demo
+demo: build ## two nodes, a real trace, every byte compared (KEEP=1 leaves it running)
+	bin/kvferry-demo $(if $(KEEP),--keep)
+
+.PHONY: demo-vllm
+demo-vllm: build ## the same with real vLLM engines on this machine's CPU
+	scripts/demo-vllm
+
+.PHONY: test-vllm
+test-vllm: build ## the connector with the real engine: the part that CI runs
+	scripts/test-vllm
+
+.PHONY: long
+long: build $(VENV)/installed ## what takes longer than CI may: the rest of the vLLM tests, more seeds, longer fuzzing
+	$(GO) test -count=1 -timeout 20m ./tiers -args -seeds 5000
+	$(GO) test -count=1 -timeout 30m ./daemon/sim -args -seeds 5000
+	scripts/fuzz 2m
+	scripts/test-vllm --long
+
+.PHONY: clean
+clean: ## remove what was built
+	rm -rf bin bench/out $(VENV) python/build python/*.egg-info
