@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"sync"
 	"sync/atomic"
+	"time"
 	"unsafe"
 
 	"github.com/kvferry/kvferry"
@@ -26,11 +27,13 @@ type LoadRequest struct {
 type LoadReport struct {
 	Status []kvferryv1.BlockStatus // READY: it is in the memory, and was checked
 	Loaded int
-	Wrong  int // whose generation or checksum did not hold: MISS in Status
+	Wrong  int           // whose generation or checksum did not hold: MISS in Status
+	InPool time.Duration // from the request to the last result: all blocks that can be had are in the pool
 }
 
 // Load reads blocks out of the pool into the memory. A block that is not READY in the report is to be computed; its memory may hold anything.
 func (s *Session) Load(ctx context.Context, r LoadRequest) (*LoadReport, error) {
+	start := time.Now()
 	report := &LoadReport{Status: make([]kvferryv1.BlockStatus, len(r.Hashes))}
 	if len(r.Blocks) != len(r.Hashes) {
 		return report, errors.New("load: blocks and hashes differ in number")
@@ -45,7 +48,7 @@ func (s *Session) Load(ctx context.Context, r LoadRequest) (*LoadReport, error) 
 	if err != nil {
 		return report, fmt.Errorf("load: %w", err)
 	}
-	err = o.copyResults(ctx, r.Blocks, report)
+	err = o.copyResults(ctx, r.Blocks, report, start)
 	release := &kvferryv1.Release{Operations: []uint64{o.number}, WrongBlocks: uint32(report.Wrong)}
 	if e := s.send(&kvferryv1.SessionRequest{Message: &kvferryv1.SessionRequest_Release{Release: release}}); err == nil {
 		err = e
@@ -57,7 +60,7 @@ func (s *Session) Load(ctx context.Context, r LoadRequest) (*LoadReport, error) 
 }
 
 // copyResults copies as results come, until the last one.
-func (o *Operation) copyResults(ctx context.Context, blocks []uint32, report *LoadReport) error {
+func (o *Operation) copyResults(ctx context.Context, blocks []uint32, report *LoadReport, start time.Time) error {
 	for {
 		results, err := o.take(ctx)
 		if err != nil {
@@ -69,6 +72,7 @@ func (o *Operation) copyResults(ctx context.Context, blocks []uint32, report *Lo
 			return fmt.Errorf("ended: %v %s", o.end.Outcome, o.end.Reason)
 		}
 		last := false
+		report.InPool = time.Since(start)
 		for _, r := range results {
 			if err := o.s.copyBlocks(r, blocks, report); err != nil {
 				return err

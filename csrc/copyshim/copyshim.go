@@ -56,6 +56,15 @@ func Copy(segments []Segment, units []Unit, flags Flags) {
 	runtime.KeepAlive(segments)
 }
 
+// Plain copies segments without a checksum.
+func Plain(segments []Segment, flags Flags) {
+	if len(segments) == 0 {
+		return
+	}
+	C.copyshim_plain((*C.uintptr_t)(unsafe.Pointer(unsafe.SliceData(segments))), C.size_t(len(segments)), C.uint(flags))
+	runtime.KeepAlive(segments)
+}
+
 // Checksum continues crc over b.
 func Checksum(crc uint32, b []byte) uint32 {
 	return uint32(C.kvcopy_crc32c(C.uint32_t(crc), unsafe.Pointer(unsafe.SliceData(b)), C.size_t(len(b))))

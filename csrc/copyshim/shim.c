@@ -12,3 +12,5 @@ void copyshim_copy(const uintptr_t *segs, copyshim_unit *units, size_t n, unsign
     }
     __atomic_thread_fence(__ATOMIC_ACQ_REL); // so that a generation which is read after the copy is not read before it
 }
+
+void copyshim_plain(const uintptr_t *segs, size_t n, unsigned flags) { kvcopy_copy((const kvcopy_seg *)segs, n, NULL, flags); }

@@ -14,4 +14,7 @@ typedef struct {
 // copyshim_copy copies the units in order. segs holds kvcopy_seg as three words each: Go must not hold pointers in memory that it passes to C.
 void copyshim_copy(const uintptr_t *segs, copyshim_unit *units, size_t n, unsigned flags);
 
+// copyshim_plain copies n segments without a CRC.
+void copyshim_plain(const uintptr_t *segs, size_t n, unsigned flags);
+
 #endif

@@ -20,6 +20,7 @@ type Service struct {
 	memory    *standin.Memory
 	worker    *standin.Session
 	scheduler *standin.Session
+	scratch   scratch
 }
 
 // AttachArgs says where and as what to attach. A worker process has a worker session, and a scheduler session beside it, as engines with one rank do.
@@ -76,6 +77,9 @@ func (s *Service) close() {
 		_ = s.scheduler.Close()
 		_ = s.worker.Close()
 		_ = s.memory.Close()
+		if s.scratch.memory != nil {
+			_ = s.scratch.memory.Close()
+		}
 	}
 }
 

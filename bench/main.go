@@ -1,0 +1,121 @@
+// Command bench measures kvferry against what this machine can do at best, and writes bench/out/latest.json.
+//
+// Daemons and workers are processes of their own; ours and the limit are measured in turn, so that both see the same machine; medians are reported; the
+// content of what was moved is compared, and only what succeeded counts. The memory that is moved is larger than the caches.
+//
+//	store_*, load_*    the fastest of {ordinary, non-temporal} x {1, 2 threads} memcpy with the same segments, without a checksum
+//	handoff_tcp_*      from Accept on node b to the last byte in the decode worker's memory; the best of 1 to 4 plain TCP streams, memory to memory
+//	fetch_tcp_*        of the same, the part until all lies in node b's pool
+//	one_block_*        p50 of one block alone; the limit is the target
+//	match_8192_*       p50 of a Match with 8,192 hits; the limit is the target
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/spf13/pflag"
+
+	"github.com/kvferry/kvferry/standin/process"
+)
+
+func main() {
+	process.Main()
+	if err := run(os.Args[1:]); err != nil {
+		fmt.Fprintln(os.Stderr, "bench:", err)
+		os.Exit(1)
+	}
+}
+
+func run(args []string) error {
+	f := pflag.NewFlagSet("bench", pflag.ContinueOnError)
+	b := bench{}
+	f.StringVar(&b.daemon, "daemon", "bin/kvferryd", "the daemon's executable")
+	f.StringVar(&b.python, "python", ".venv/bin/python", "interpreter that has the kvferry package, for match_8192_python; left out where it is not there")
+	f.IntVar(&b.rounds, "rounds", 9, "rounds of every throughput figure")
+	f.StringVar(&b.only, "only", "", "only figures whose name contains this")
+	out := f.String("out", "bench/out/latest.json", "where the figures are written")
+	if err := f.Parse(args); err != nil {
+		return err
+	}
+	if b.rounds < 1 {
+		return errors.New("--rounds must be at least 1")
+	}
+	path, err := filepath.Abs(b.daemon)
+	if err != nil {
+		return err
+	}
+	b.daemon = path
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	ctx, cancel := context.WithTimeoutCause(ctx, 8*time.Minute, errors.New("the benchmark took longer than eight minutes"))
+	defer cancel()
+	if err := b.all(ctx); err != nil {
+		return err
+	}
+	if err := b.write(*out); err != nil {
+		return err
+	}
+	b.table(os.Stdout)
+	for _, r := range b.results {
+		if !r.Verified {
+			return fmt.Errorf("%s was not verified", r.Name)
+		}
+	}
+	return nil
+}
+
+// bench is one run.
+type bench struct {
+	daemon  string
+	python  string
+	rounds  int
+	only    string
+	results []result
+}
+
+func (b *bench) wanted(names ...string) bool {
+	for _, n := range names {
+		if strings.Contains(n, b.only) {
+			return true
+		}
+	}
+	return false
+}
+
+func (b *bench) all(ctx context.Context) error {
+	streams, err := newStreams()
+	if err != nil {
+		return err
+	}
+	defer streams.close()
+	for _, c := range cases {
+		if !b.wanted("store_"+c.name, "load_"+c.name, "handoff_tcp_"+c.name, "fetch_tcp_"+c.name) {
+			continue
+		}
+		fmt.Fprintf(os.Stderr, "%s ...\n", c.name)
+		if err := b.throughput(ctx, c, streams); err != nil {
+			return fmt.Errorf("%s: %w", c.name, err)
+		}
+	}
+	for _, c := range []testCase{cases[0], cases[2]} {
+		if b.wanted("one_block_store_"+c.name, "one_block_load_"+c.name, "one_block_handoff_tcp_"+c.name) {
+			fmt.Fprintf(os.Stderr, "one block of %s ...\n", c.name)
+			if err := b.oneBlock(ctx, c); err != nil {
+				return fmt.Errorf("one block of %s: %w", c.name, err)
+			}
+		}
+	}
+	if b.wanted("match_8192_go", "match_8192_python") {
+		fmt.Fprintln(os.Stderr, "match ...")
+		return b.match(ctx)
+	}
+	return nil
+}

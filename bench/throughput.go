@@ -1,0 +1,167 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/standin"
+	"github.com/kvferry/kvferry/standin/process"
+)
+
+// testCase is a layout of KV memory.
+type testCase struct {
+	name  string
+	shape standin.Shape // of one block
+}
+
+var cases = []testCase{
+	{"64k", standin.Shape{Planes: 1, PlaneBytes: 64 << 10}},
+	{"256k", standin.Shape{Planes: 1, PlaneBytes: 256 << 10}},
+	{"2m", standin.Shape{Planes: 1, PlaneBytes: 2 << 20}},
+	{"32x64k", standin.Shape{Planes: 32, PlaneBytes: 64 << 10}},
+}
+
+const (
+	window  = 96 << 20  // bytes that one round moves
+	sources = 6         // windows that are stored from in turn: together more than the caches hold
+	targets = 3         // windows that are loaded into in turn
+	pools   = 832 << 20 // bytes of each pool: the oldest leave while new blocks come, as in use
+)
+
+// rig is one case's set-up.
+type rig struct {
+	*pair
+	c       testCase
+	blocks  int            // of a window
+	next    int            // source window
+	content []kvferry.Hash // what the blocks of all source windows hold
+	wrong   uint64
+	short   int // blocks that did not make it
+}
+
+func (b *bench) throughput(ctx context.Context, c testCase, streams *streams) error {
+	r := &rig{c: c, blocks: int(window / c.shape.ShardBytes())}
+	prefill, decode := c.shape, c.shape
+	prefill.Blocks, decode.Blocks = uint32((sources+targets)*r.blocks), uint32(targets*r.blocks)
+	var err error
+	if r.pair, err = b.newPair(ctx, pools, prefill, decode); err != nil {
+		return err
+	}
+	defer r.close()
+	if err := r.fill(ctx); err != nil {
+		return err
+	}
+	stores, loads, plain := map[string][]time.Duration{}, map[string][]time.Duration{}, map[string][]time.Duration{}
+	var store, load, handoff, fetch []time.Duration
+	for round := range b.rounds {
+		hashes, parents := chain(r.blocks, uint64(round)+1)
+		at := r.take()
+		reply, err := r.prefill.Store(ctx, batches(blockRange(at, r.blocks), hashes, parents)...)
+		if err != nil {
+			return err
+		}
+		if r.short += r.blocks - reply.Stored; reply.Failed > 0 {
+			return fmt.Errorf("store: %s", reply.Reason)
+		}
+		store = append(store, reply.Took)
+		if err := r.limits(ctx, stores, false, round); err != nil {
+			return err
+		}
+		took, _, err := r.load(ctx, r.prefill, sources*r.blocks, round, at, hashes, nil)
+		if err != nil {
+			return err
+		}
+		load = append(load, took)
+		if err := r.limits(ctx, loads, true, round); err != nil {
+			return err
+		}
+		ticket, err := r.prefill.Offer(ctx, process.OfferArgs{RequestID: "bench", Hashes: hashes, Tokens: uint32(len(hashes)), LifetimeMs: 60_000})
+		if err != nil {
+			return err
+		}
+		took, inPool, err := r.load(ctx, r.decode, 0, round, at, hashes, ticket)
+		if err != nil {
+			return err
+		}
+		handoff, fetch = append(handoff, took), append(fetch, inPool)
+		if err := streams.measure(plain, round); err != nil {
+			return err
+		}
+	}
+	ok := r.wrong == 0 && r.short == 0
+	bytes := uint64(r.blocks) * c.shape.ShardBytes()
+	best, limit := fastest(stores)
+	b.speed("store_"+c.name, bytes, store, limit, "memcpy, "+best, ok)
+	best, limit = fastest(loads)
+	b.speed("load_"+c.name, bytes, load, limit, "memcpy, "+best, ok)
+	best, limit = fastest(plain)
+	b.speed("handoff_tcp_"+c.name, bytes, handoff, limit, "TCP, "+best, ok)
+	b.speed("fetch_tcp_"+c.name, bytes, fetch, limit, "TCP, "+best, ok)
+	if !ok {
+		return fmt.Errorf("%d wrong bytes, %d blocks did not make it", r.wrong, r.short)
+	}
+	return nil
+}
+
+// fill writes the source windows once, and scribbles over those that are loaded into. What a round stores from then on is cold.
+func (r *rig) fill(ctx context.Context) error {
+	n := sources * r.blocks
+	r.content, _ = chain(n, 0)
+	if err := r.prefill.Write(ctx, blockRange(0, n), r.content); err != nil {
+		return err
+	}
+	if err := r.prefill.Scribble(ctx, blockRange(n, targets*r.blocks)); err != nil {
+		return err
+	}
+	return r.decode.Scribble(ctx, blockRange(0, targets*r.blocks))
+}
+
+// take is the first block of the next source window: everything that is timed reads another one than what was read last.
+func (r *rig) take() int {
+	at := r.next * r.blocks
+	r.next = (r.next + 1) % sources
+	return at
+}
+
+// load reads what was stored from source window at into the next target window of w, and checks it afterwards.
+func (r *rig) load(ctx context.Context, w *process.Worker, first, round, at int, hashes []kvferry.Hash, ticket []byte) (took, inPool time.Duration, err error) {
+	target := blockRange(first+round%targets*r.blocks, r.blocks)
+	reply, err := w.Load(ctx, standin.LoadRequest{RequestID: "bench", Blocks: target, Hashes: hashes, Ticket: ticket, DeadlineMs: 30_000})
+	if err != nil {
+		return 0, 0, err
+	}
+	r.short += r.blocks - reply.Report.Loaded
+	wrong, err := w.Check(ctx, target, r.content[at:at+r.blocks])
+	r.wrong += wrong
+	if err != nil {
+		return 0, 0, err
+	}
+	return reply.Took, reply.Report.InPool, w.Scribble(ctx, target)
+}
+
+// limits measures all kinds of memcpy once, in another order each round.
+func (r *rig) limits(ctx context.Context, to map[string][]time.Duration, load bool, round int) error {
+	for i := range 4 {
+		k := (i + round) % 4
+		a := process.LimitArgs{Scratch: uint32(sources * r.blocks), Load: load, NonTemporal: k&1 == 1, Threads: 1 + k>>1}
+		at := r.take()
+		a.Slots = blockRange(at, r.blocks)
+		a.Blocks = a.Slots
+		name := "ordinary"
+		if a.NonTemporal {
+			name = "non-temporal"
+		}
+		if load {
+			a.Blocks = blockRange((sources+(i+round)%targets)*r.blocks, r.blocks)
+		}
+		took, err := r.prefill.Limit(ctx, a)
+		if err != nil {
+			return err
+		}
+		name = fmt.Sprintf("%s, %d threads", name, a.Threads)
+		to[name] = append(to[name], took)
+	}
+	return nil
+}
