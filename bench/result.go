@@ -40,9 +40,12 @@ func median(d []time.Duration) time.Duration {
 	return s[len(s)/2]
 }
 
-// fastest is the variant with the best median.
-func fastest(variants map[string][]time.Duration) (name string, took []time.Duration) {
-	for n, t := range variants {
+// variants are ways to do the same, and how long each took in each round.
+type variants map[string][]time.Duration
+
+// fastest is the one with the best median.
+func (v variants) fastest() (name string, took []time.Duration) {
+	for n, t := range v {
 		if took == nil || median(t) < median(took) {
 			name, took = n, t
 		}

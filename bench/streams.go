@@ -65,7 +65,7 @@ func (s *streams) close() {
 }
 
 // measure moves a window over 1, 2, 3 and 4 streams, in another order each round.
-func (s *streams) measure(to map[string][]time.Duration, round int) error {
+func (s *streams) measure(to variants, round int) error {
 	for i := range 4 {
 		n := 1 + (i+round)%4
 		src, dst := s.from.Plane(uint32(s.at), 0), s.to.Plane(uint32(s.at), 0)

@@ -30,6 +30,15 @@ const (
 	pools   = 832 << 20 // bytes of each pool: the oldest leave while new blocks come, as in use
 )
 
+// warmUp is how many rounds come before those that count: by then the pools are full and their pages are mapped everywhere.
+const warmUp = 9
+
+// measured is what the rounds have given.
+type measured struct {
+	store, load, handoff, fetch []time.Duration
+	stores, loads, plain        variants
+}
+
 // rig is one case's set-up.
 type rig struct {
 	*pair
@@ -53,56 +62,63 @@ func (b *bench) throughput(ctx context.Context, c testCase, streams *streams) er
 	if err := r.fill(ctx); err != nil {
 		return err
 	}
-	stores, loads, plain := map[string][]time.Duration{}, map[string][]time.Duration{}, map[string][]time.Duration{}
-	var store, load, handoff, fetch []time.Duration
-	for round := range b.rounds {
-		hashes, parents := chain(r.blocks, uint64(round)+1)
-		at := r.take()
-		reply, err := r.prefill.Store(ctx, batches(blockRange(at, r.blocks), hashes, parents)...)
-		if err != nil {
-			return err
+	m := measured{stores: variants{}, loads: variants{}, plain: variants{}}
+	for round := range warmUp + b.rounds {
+		if round == warmUp {
+			m = measured{stores: variants{}, loads: variants{}, plain: variants{}}
 		}
-		if r.short += r.blocks - reply.Stored; reply.Failed > 0 {
-			return fmt.Errorf("store: %s", reply.Reason)
-		}
-		store = append(store, reply.Took)
-		if err := r.limits(ctx, stores, false, round); err != nil {
-			return err
-		}
-		took, _, err := r.load(ctx, r.prefill, sources*r.blocks, round, at, hashes, nil)
-		if err != nil {
-			return err
-		}
-		load = append(load, took)
-		if err := r.limits(ctx, loads, true, round); err != nil {
-			return err
-		}
-		ticket, err := r.prefill.Offer(ctx, process.OfferArgs{RequestID: "bench", Hashes: hashes, Tokens: uint32(len(hashes)), LifetimeMs: 60_000})
-		if err != nil {
-			return err
-		}
-		took, inPool, err := r.load(ctx, r.decode, 0, round, at, hashes, ticket)
-		if err != nil {
-			return err
-		}
-		handoff, fetch = append(handoff, took), append(fetch, inPool)
-		if err := streams.measure(plain, round); err != nil {
+		if err := r.round(ctx, round, &m, streams); err != nil {
 			return err
 		}
 	}
 	ok := r.wrong == 0 && r.short == 0
 	bytes := uint64(r.blocks) * c.shape.ShardBytes()
-	best, limit := fastest(stores)
-	b.speed("store_"+c.name, bytes, store, limit, "memcpy, "+best, ok)
-	best, limit = fastest(loads)
-	b.speed("load_"+c.name, bytes, load, limit, "memcpy, "+best, ok)
-	best, limit = fastest(plain)
-	b.speed("handoff_tcp_"+c.name, bytes, handoff, limit, "TCP, "+best, ok)
-	b.speed("fetch_tcp_"+c.name, bytes, fetch, limit, "TCP, "+best, ok)
+	best, limit := m.stores.fastest()
+	b.speed("store_"+c.name, bytes, m.store, limit, "memcpy, "+best, ok)
+	best, limit = m.loads.fastest()
+	b.speed("load_"+c.name, bytes, m.load, limit, "memcpy, "+best, ok)
+	best, limit = m.plain.fastest()
+	b.speed("handoff_tcp_"+c.name, bytes, m.handoff, limit, "TCP, "+best, ok)
+	b.speed("fetch_tcp_"+c.name, bytes, m.fetch, limit, "TCP, "+best, ok)
 	if !ok {
 		return fmt.Errorf("%d wrong bytes, %d blocks did not make it", r.wrong, r.short)
 	}
 	return nil
+}
+
+// round stores a window of new blocks, loads them and hands them over, each followed by what the machine does at best.
+func (r *rig) round(ctx context.Context, round int, m *measured, streams *streams) error {
+	hashes, parents := chain(r.blocks, uint64(round)+1)
+	at := r.take()
+	reply, err := r.prefill.Store(ctx, batches(blockRange(at, r.blocks), hashes, parents)...)
+	if err != nil {
+		return err
+	}
+	if r.short += r.blocks - reply.Stored; reply.Failed > 0 {
+		return fmt.Errorf("store: %s", reply.Reason)
+	}
+	m.store = append(m.store, reply.Took)
+	if err := r.limits(ctx, m.stores, false, round); err != nil {
+		return err
+	}
+	took, _, err := r.load(ctx, r.prefill, sources*r.blocks, round, at, hashes, nil)
+	if err != nil {
+		return err
+	}
+	m.load = append(m.load, took)
+	if err := r.limits(ctx, m.loads, true, round); err != nil {
+		return err
+	}
+	ticket, err := r.prefill.Offer(ctx, process.OfferArgs{RequestID: "bench", Hashes: hashes, Tokens: uint32(len(hashes)), LifetimeMs: 60_000})
+	if err != nil {
+		return err
+	}
+	took, inPool, err := r.load(ctx, r.decode, 0, round, at, hashes, ticket)
+	if err != nil {
+		return err
+	}
+	m.handoff, m.fetch = append(m.handoff, took), append(m.fetch, inPool)
+	return streams.measure(m.plain, round)
 }
 
 // fill writes the source windows once, and scribbles over those that are loaded into. What a round stores from then on is cold.
@@ -142,7 +158,7 @@ func (r *rig) load(ctx context.Context, w *process.Worker, first, round, at int,
 }
 
 // limits measures all kinds of memcpy once, in another order each round.
-func (r *rig) limits(ctx context.Context, to map[string][]time.Duration, load bool, round int) error {
+func (r *rig) limits(ctx context.Context, to variants, load bool, round int) error {
 	for i := range 4 {
 		k := (i + round) % 4
 		a := process.LimitArgs{Scratch: uint32(sources * r.blocks), Load: load, NonTemporal: k&1 == 1, Threads: 1 + k>>1}
