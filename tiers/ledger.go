@@ -93,6 +93,7 @@ type Ledger struct {
 
 	freeSlabs int
 	matchable int // blocks with all of their shards
+	filling   int // slots
 	usedBytes uint64
 	counts    Counts
 }

@@ -69,6 +69,12 @@ func (l *Ledger) slotEventLocked(m *slotInfo, e slotEvent) {
 	if !ok {
 		panic(fmt.Sprintf("tiers: %v of a slot that is %v", e, m.state))
 	}
+	if m.state == SlotFilling {
+		l.filling--
+	}
+	if next == SlotFilling {
+		l.filling++
+	}
 	m.state = next
 }
 

@@ -15,6 +15,7 @@ type Stats struct {
 	Records                             int    // blocks known, also incomplete ones and absent parents
 	Leases                              int
 	Pins                                int // slots, counted once for each hold
+	Filling                             int // slots
 	Spaces                              int
 	Counts                              Counts
 }
@@ -26,7 +27,7 @@ func (l *Ledger) Stats() Stats {
 	capacity := uint64(len(l.slabs)) * l.slots.SlabBytes()
 	return Stats{
 		CapacityBytes: capacity, UsedBytes: l.usedBytes, FreeBytes: capacity - l.usedBytes, Blocks: l.matchable, Records: l.recs.live,
-		Leases: l.holds.leases, Pins: l.holds.pins, Spaces: len(l.byID), Counts: l.counts,
+		Leases: l.holds.leases, Pins: l.holds.pins, Filling: l.filling, Spaces: len(l.byID), Counts: l.counts,
 	}
 }
 

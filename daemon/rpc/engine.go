@@ -88,7 +88,8 @@ func receive(stream grpc.BidiStreamingServer[pb.SessionRequest, pb.SessionRespon
 		if err != nil {
 			return err
 		}
-		if err := dispatch(s, m); err != nil {
+		s.Do(func() { err = dispatch(s, m) })
+		if err != nil {
 			return err
 		}
 	}

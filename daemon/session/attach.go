@@ -17,7 +17,7 @@ import (
 )
 
 // Attach maps the descriptors that a process passed and makes its session ready. fds run beside entries; all of them stay the caller's.
-// It answers the descriptors that the process gets: the pool (read-only) and the operation words; they stay the daemon's.
+// It answers the descriptors that the process gets: the pool (read-only), which stays the daemon's, and the operation words, which the caller closes.
 func (m *Manager) Attach(token [16]byte, cred Credentials, entries []uint32, fds []*os.File) (pool, wordsFile *os.File, err error) {
 	s := m.takeToken(token)
 	if s == nil {
@@ -31,9 +31,13 @@ func (m *Manager) Attach(token [16]byte, cred Credentials, entries []uint32, fds
 		s.cancel(fmt.Errorf("attach: %w", err))
 		return nil, nil, err
 	}
+	if wordsFile, err = s.dupWords(); err != nil {
+		s.cancel(fmt.Errorf("attach: %w", err))
+		return nil, nil, err
+	}
 	s.log.Info("session attached")
 	s.send(Attached{})
-	return m.cfg.PoolFile, s.wordsMap.file, nil
+	return m.cfg.PoolFile, wordsFile, nil
 }
 
 func (s *Session) attach(cred Credentials, entries []uint32, fds []*os.File) error {
@@ -103,6 +107,20 @@ func (s *Session) openRegion(spec RegionSpec, fd *os.File) (*region, error) {
 	}
 	mem := transport.Memory{ID: s.m.newRegionID(), Bytes: m.Bytes()}
 	return &region{spec: spec, mapping: m, memory: mem, copier: transport.NewLocal(s.m.cfg.Pool, mem, s.m.cfg.Threads)}, nil
+}
+
+// dupWords is a descriptor of the words that outlives the session.
+func (s *Session) dupWords() (*os.File, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closing {
+		return nil, fmt.Errorf("%w: the session is closing", ErrState)
+	}
+	fd, err := unix.FcntlInt(s.wordsMap.file.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("duplicate operation words: %w", err)
+	}
+	return os.NewFile(uintptr(fd), "kvferry-words"), nil
 }
 
 // segments are where a block's planes lie.

@@ -110,6 +110,7 @@ func (m *Manager) serveDescriptors(c *net.UnixConn, code func(error) uint32, log
 		_, _ = c.Write(descriptorAnswer(code(err), err.Error()))
 		return
 	}
+	defer func() { _ = wordsFile.Close() }()
 	m.cfg.Counters.Add("attach", "ok", 1)
 	b := descriptorAnswer(0, "", entryPool, entryWords)
 	rights := unix.UnixRights(int(pool.Fd()), int(wordsFile.Fd()))

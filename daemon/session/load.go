@@ -316,10 +316,6 @@ func (s *Session) Offer(r Offer) {
 		s.send(Refused{err})
 		return
 	}
-	if !s.begin() {
-		return
-	}
-	defer s.quiet.Done()
 	err := s.m.cfg.Offers.Register(s.owner(), handoff.Offer{
 		ID: r.ID, Secret: r.Secret, Space: r.Space, RequestID: r.RequestID, Instance: s.hello.Instance, TP: s.hello.Space.TP, Hashes: r.Hashes,
 		Tokens: r.Tokens, Lifetime: r.Lifetime,

@@ -184,6 +184,15 @@ func (s *Session) Next(ctx context.Context) ([]Event, error) {
 	}
 }
 
+// Do runs what a message of the process asks for. The session is not reclaimed before it has returned; once it is closing, nothing runs any more.
+func (s *Session) Do(f func()) {
+	if !s.begin() {
+		return
+	}
+	defer s.quiet.Done()
+	f()
+}
+
 // begin counts something that must be quiet before the session is reclaimed, until quiet.Done. It answers false when the session is closing.
 func (s *Session) begin() bool {
 	s.mu.Lock()

@@ -44,6 +44,8 @@ const (
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
+func crcOf(b []byte) uint32 { return crc32.Checksum(b, castagnoli) }
+
 // Errors of Open. None of them changes the file.
 var (
 	// ErrForeign is returned when the file exists and is not a pool of ours, or of a newer format.
@@ -181,7 +183,7 @@ func (p *Pool) FormatSlab(i int, slotBytes uint64) int {
 	binary.LittleEndian.PutUint64(b[8:], slotBytes)
 	binary.LittleEndian.PutUint64(b[16:], uint64(n))
 	binary.LittleEndian.PutUint64(b[0:], slabMagic)
-	binary.LittleEndian.PutUint32(b[24:], crc32.Checksum(b[:24], castagnoli))
+	binary.LittleEndian.PutUint32(b[24:], crcOf(b[:24]))
 	return n
 }
 
@@ -276,7 +278,7 @@ func headerCRC(h []byte, gen uint64) uint32 {
 	copy(b[8:], h[8:])
 	binary.LittleEndian.PutUint64(b[:], gen)
 	binary.LittleEndian.PutUint32(b[12:], 0)
-	return crc32.Checksum(b[:], castagnoli)
+	return crcOf(b[:])
 }
 
 // ParseHeader reads a slot's header. It answers false when the checksum does not hold.
@@ -316,7 +318,7 @@ func (p *Pool) scan() []Resident {
 	for i := range p.slabs {
 		b := p.mem[p.slabAt(i):][:slabHeaderBytes]
 		slotBytes, n := binary.LittleEndian.Uint64(b[8:]), binary.LittleEndian.Uint64(b[16:])
-		if binary.LittleEndian.Uint64(b) != slabMagic || binary.LittleEndian.Uint32(b[24:]) != crc32.Checksum(b[:24], castagnoli) ||
+		if binary.LittleEndian.Uint64(b) != slabMagic || binary.LittleEndian.Uint32(b[24:]) != crcOf(b[:24]) ||
 			n == 0 || n != uint64(p.SlotsPerSlab(slotBytes)) {
 			clear(b)
 			continue
@@ -368,7 +370,7 @@ func (p *Pool) writeSuper() {
 	binary.LittleEndian.PutUint64(b[24:], p.cfg.SlabBytes)
 	binary.LittleEndian.PutUint64(b[32:], uint64(len(p.slabs)))
 	copy(b[40:76], p.cfg.BootID)
-	binary.LittleEndian.PutUint32(b[superCRCAt:], crc32.Checksum(b[:superCRCAt], castagnoli))
+	binary.LittleEndian.PutUint32(b[superCRCAt:], crcOf(b[:superCRCAt]))
 	p.writeFloor()
 	copy(p.mem[8:], b[8:])
 	atomic.StoreUint64((*uint64)(unsafe.Pointer(&p.mem[0])), superMagic)
@@ -390,7 +392,7 @@ type super struct {
 
 func parseSuper(b []byte) (super, bool) {
 	if len(b) < floorAt+8 || binary.LittleEndian.Uint64(b) != superMagic ||
-		binary.LittleEndian.Uint32(b[superCRCAt:]) != crc32.Checksum(b[:superCRCAt], castagnoli) {
+		binary.LittleEndian.Uint32(b[superCRCAt:]) != crcOf(b[:superCRCAt]) {
 		return super{}, false
 	}
 	return super{

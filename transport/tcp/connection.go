@@ -38,7 +38,7 @@ func (s *Server) serve(ctx context.Context, conn net.Conn) {
 	defer conn.Close()
 	c := &connection{server: s, conn: conn, in: bufio.NewReaderSize(conn, 2*requestSizeMax)}
 	err := c.run()
-	if err != nil && ctx.Err() == nil && !errors.Is(err, io.EOF) {
+	if ctx.Err() == nil && !errors.Is(err, io.EOF) {
 		s.Log.Info("data connection ended", "peer", conn.RemoteAddr(), "err", err)
 	}
 }

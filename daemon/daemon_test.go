@@ -1,0 +1,567 @@
+package daemon
+
+import (
+	"errors"
+	"math"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/kvferry/kvferry"
+	pb "github.com/kvferry/kvferry/proto/kvferry/v1"
+	"github.com/kvferry/kvferry/standin"
+)
+
+const (
+	worker    = pb.Role_ROLE_WORKER
+	scheduler = pb.Role_ROLE_SCHEDULER
+)
+
+func TestStoreMatchLoad(t *testing.T) {
+	n := newNode(t)
+	s, m := n.attach(worker)
+	sched, _ := n.attach(scheduler)
+	hashes, parents := prompt(40, 1)
+	if end := store(t, s, m, 0, hashes, parents); end.Outcome != pb.Outcome_OUTCOME_COMMITTED || end.BlocksStored != 40 {
+		t.Fatalf("store ended %v", end)
+	}
+	if end := store(t, s, m, 0, hashes, parents); end.BlocksStored != 0 || end.BlocksPresent != 40 {
+		t.Fatalf("second store ended %v", end)
+	}
+	more, _ := prompt(50, 1)
+	r, err := sched.Match(ctx10(t), "r", more, 5000)
+	if err != nil || r.Blocks != 40 || r.LeaseMs != 5000 {
+		t.Fatalf("match: %v %v", r, err)
+	}
+	if got := load(t, s, m, 100, hashes, nil); got.Loaded != 40 {
+		t.Fatalf("loaded %+v", got)
+	}
+	_ = s.Close()
+	_ = sched.Close()
+	n.nothingHeld()
+}
+
+func TestStagingStore(t *testing.T) {
+	n := newNode(t)
+	s, m := n.attach(worker, func(c *standin.Config) { c.Kind = pb.RegionKind_REGION_KIND_STAGING })
+	hashes, parents := prompt(10, 1)
+	store(t, s, m, 0, hashes, parents)
+	if got := load(t, s, m, 100, hashes, nil); got.Loaded != 10 {
+		t.Fatalf("loaded %+v", got)
+	}
+}
+
+func TestHandoffOverTCP(t *testing.T) {
+	a, b := newNode(t), newNode(t)
+	s, m := a.attach(worker)
+	sched, _ := a.attach(scheduler)
+	hashes, parents := prompt(48, 3)
+	ticket, err := sched.Offer("r", hashes, 48*16, 60_000) // before the stores, as a scheduler does
+	if err != nil {
+		t.Fatal(err)
+	}
+	store(t, s, m, 0, hashes, parents)
+	d, dm := b.attach(worker, func(c *standin.Config) { c.Instance = "decode" })
+	if got := load(t, d, dm, 0, hashes, ticket); got.Loaded != 48 {
+		t.Fatalf("handed over %+v", got)
+	}
+	eventually(t, "the offer is done", func() bool { return a.registry.OpenOffers() == 0 && a.ledger.Stats().Pins == 0 })
+	if got := load(t, d, dm, 100, hashes, nil); got.Loaded != 48 { // it is in b's pool now
+		t.Fatalf("loaded %+v", got)
+	}
+	for _, n := range []*node{a, b} {
+		if err := n.ledger.Check(); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func TestHandoffOnOneNode(t *testing.T) {
+	a := newNode(t)
+	s, m := a.attach(worker)
+	sched, _ := a.attach(scheduler)
+	d, dm := a.attach(worker, func(c *standin.Config) { c.Instance = "decode" })
+	hashes, parents := prompt(48, 3)
+	ticket, err := sched.Offer("r", hashes, 48*16, 60_000)
+	if err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan *standin.LoadReport)
+	go func() { done <- load(t, d, dm, 0, hashes, ticket) }() // asks before the stores are there
+	store(t, s, m, 0, hashes, parents)
+	if got := <-done; got.Loaded != 48 {
+		t.Fatalf("handed over %+v", got)
+	}
+}
+
+// A ticket is good for one instance, with its secret, in its epoch and lifetime.
+func TestTickets(t *testing.T) {
+	a, b := newNode(t), newNode(t)
+	s, m := a.attach(worker)
+	sched, _ := a.attach(scheduler)
+	hashes, parents := prompt(8, 3)
+	store(t, s, m, 0, hashes, parents)
+	offer := func(lifetimeMs uint32) *pb.Ticket {
+		raw, err := sched.Offer("r", hashes, 128, lifetimeMs)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var ticket pb.Ticket
+		if err := proto.Unmarshal(raw, &ticket); err != nil {
+			t.Fatal(err)
+		}
+		return &ticket
+	}
+	attempt := func(instance string, ticket *pb.Ticket) int {
+		d, dm := b.attach(worker, func(c *standin.Config) { c.Instance = instance })
+		defer d.Close()
+		raw, _ := proto.Marshal(ticket)
+		got := load(t, d, dm, 0, hashes, raw).Loaded
+		space := d.Space
+		ref, _, _ := b.ledger.FindSpace(kvferry.SpaceID(space))
+		b.ledger.Drop(ref, hashes) // so that the next attempt has to ask again
+		return got
+	}
+
+	wrong := offer(60_000)
+	wrong.Secret = make([]byte, 16)
+	if n := attempt("d1", wrong); n != 0 {
+		t.Errorf("wrong secret: %d blocks", n)
+	}
+	old := offer(60_000)
+	old.Epoch = make([]byte, 16)
+	if n := attempt("d1", old); n != 0 {
+		t.Errorf("wrong epoch: %d blocks", n)
+	}
+	short := offer(1)
+	eventually(t, "the offer expires", func() bool { return a.counters.Value("offers", "expired") > 0 })
+	if n := attempt("d1", short); n != 0 {
+		t.Errorf("expired: %d blocks", n)
+	}
+	unknown := offer(60_000)
+	unknown.OfferId = []byte("0123456789abcdef")
+	if n := attempt("d1", unknown); n != 0 {
+		t.Errorf("unknown offer: %d blocks", n)
+	}
+	// A claim that another instance still has: hold one by hand.
+	taken := offer(60_000)
+	cl := a.claim(taken, "d2", hashes)
+	if n := attempt("d1", taken); n != 0 {
+		t.Errorf("claimed by another instance: %d blocks", n)
+	}
+	a.registry.EndClaim(cl, 8, "")
+	fine := offer(60_000)
+	if n := attempt("d1", fine); n != 8 {
+		t.Errorf("good ticket: %d blocks", n)
+	}
+	if n := attempt("d1", fine); n != 0 {
+		t.Errorf("used ticket: %d blocks", n)
+	}
+	eventually(t, "nothing stays pinned", func() bool { return a.ledger.Stats().Pins == 0 })
+}
+
+func TestRevoke(t *testing.T) {
+	n := newNode(t)
+	s, m := n.attach(worker)
+	for round := range 50 {
+		hashes, parents := prompt(32, uint64(1000*round))
+		for i, h := range hashes {
+			m.Write(uint32(i), h)
+		}
+		o, err := s.Store(standin.StoreRequest{RequestID: "r", Blocks: numbers(0, 32), Hashes: hashes, Parents: parents})
+		if err != nil {
+			t.Fatal(err)
+		}
+		won := o.Revoke()
+		if won {
+			for i := range hashes {
+				m.Scribble(uint32(i)) // at once, as an engine does after preemption
+			}
+		}
+		end, err := o.Wait(ctx10(t))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if won != (end.Outcome == pb.Outcome_OUTCOME_REVOKED) {
+			t.Fatalf("revoke won: %v, outcome %v", won, end.Outcome)
+		}
+		got := load(t, s, m, 100, hashes, nil) // compares the bytes of all that is there
+		if won && got.Loaded != 0 || !won && got.Loaded != 32 {
+			t.Fatalf("revoke won: %v, loaded %d", won, got.Loaded)
+		}
+	}
+}
+
+// Bytes that change in the pool are never served, and leave.
+func TestFlippedPayload(t *testing.T) {
+	n := newNode(t)
+	s, m := n.attach(worker)
+	hashes, parents := prompt(16, 1)
+	store(t, s, m, 0, hashes, parents)
+	n.pool.Bytes()[n.placeOf(s, hashes[5])+100] ^= 1
+	got := load(t, s, m, 100, hashes, nil)
+	if got.Loaded != 15 || got.Wrong != 1 || got.Status[5] == pb.BlockStatus_BLOCK_STATUS_READY {
+		t.Fatalf("loaded %+v", got)
+	}
+	eventually(t, "the block is dropped", func() bool { return n.counters.Value("broken_blocks", "pool") == 1 })
+	sched, _ := n.attach(scheduler)
+	if r, err := sched.Match(ctx10(t), "r", hashes, 0); err != nil || r.Blocks != 5 {
+		t.Fatalf("match: %v %v", r, err)
+	}
+}
+
+// A flipped byte is not handed to a peer either.
+func TestFlippedPayloadOverTCP(t *testing.T) {
+	a, b := newNode(t), newNode(t)
+	s, m := a.attach(worker)
+	sched, _ := a.attach(scheduler)
+	hashes, parents := prompt(16, 1)
+	store(t, s, m, 0, hashes, parents)
+	a.pool.Bytes()[a.placeOf(s, hashes[5])+100] ^= 1
+	ticket, err := sched.Offer("r", hashes, 256, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d, dm := b.attach(worker, func(c *standin.Config) { c.Instance = "decode" })
+	if got := load(t, d, dm, 0, hashes, ticket); got.Loaded != 15 || got.Status[5] != pb.BlockStatus_BLOCK_STATUS_FAILED {
+		t.Fatalf("handed over %+v", got)
+	}
+	if n := b.counters.Value("broken_blocks", "peer"); n != 1 {
+		t.Errorf("counted %d", n)
+	}
+}
+
+func TestPoolFullOfLeases(t *testing.T) {
+	n := newNode(t) // 32 MiB in slots of 64 KiB
+	s, m := n.attach(worker)
+	sched, _ := n.attach(scheduler)
+	for i := range 8 {
+		hashes, parents := prompt(64, uint64(i)*1000)
+		store(t, s, m, 0, hashes, parents)
+		if _, err := sched.Match(ctx10(t), string(rune('a'+i)), hashes, 60_000); err != nil {
+			t.Fatal(err)
+		}
+	}
+	hashes, parents := prompt(64, 99_000)
+	if end := store(t, s, m, 0, hashes, parents); end.Outcome != pb.Outcome_OUTCOME_BUSY && end.BlocksStored == 64 {
+		t.Fatalf("store into a pool full of leases ended %v", end)
+	}
+	_ = sched.Close() // the leases go with it
+	eventually(t, "there is room again", func() bool { return store(t, s, m, 0, hashes, parents).BlocksPresent == 64 })
+}
+
+func TestAdoptedPool(t *testing.T) {
+	n := newNode(t)
+	s, m := n.attach(worker)
+	hashes, parents := prompt(40, 1)
+	store(t, s, m, 0, hashes, parents)
+	n.restart()
+	if _, err := s.Match(ctx10(t), "r", hashes, 0); err == nil {
+		t.Fatal("a session outlived its daemon")
+	}
+	s, m = n.attach(worker)
+	if n.adopted != 40 {
+		t.Fatalf("adopted %d blocks", n.adopted)
+	}
+	if got := load(t, s, m, 0, hashes, nil); got.Loaded != 40 {
+		t.Fatalf("loaded %+v after the restart", got)
+	}
+}
+
+func TestSecondDaemonIsRefused(t *testing.T) {
+	n := newNode(t)
+	c := n.cfg
+	if _, err := Start(c, n.log); err == nil || !strings.Contains(err.Error(), "sockets.dir") {
+		t.Errorf("same sockets: %v", err)
+	}
+	c.Sockets.Dir = t.TempDir()
+	if _, err := Start(c, n.log); err == nil || !strings.Contains(err.Error(), "in use by another daemon") {
+		t.Errorf("same pool: %v", err)
+	}
+}
+
+func TestDrain(t *testing.T) {
+	n := newNode(t)
+	s, m := n.attach(worker)
+	hashes, parents := prompt(8, 1)
+	store(t, s, m, 0, hashes, parents)
+	n.Drain(ctx10(t))
+	more, moreParents := prompt(16, 1)
+	if end := store(t, s, m, 0, more, moreParents); end.Outcome != pb.Outcome_OUTCOME_BUSY {
+		t.Errorf("store while draining ended %v", end)
+	}
+	if got := load(t, s, m, 100, hashes, nil); got.Loaded != 8 {
+		t.Errorf("load while draining: %+v", got)
+	}
+	if _, err := standin.Attach(ctx10(t), standin.Config{SocketsDir: n.cfg.Sockets.Dir, Role: scheduler, Instance: "x", Space: testSpace()}); err == nil {
+		t.Error("attached to a draining daemon")
+	}
+}
+
+// A Load that nobody releases ends at its deadline and holds nothing after it.
+func TestLoadDeadline(t *testing.T) {
+	n := newNode(t)
+	raw := n.rawSession(helloOf(worker))
+	hashes, parents := prompt(8, 1)
+	space := raw.welcome.SpaceId
+	raw.word(0, 1)
+	raw.send(&pb.SessionRequest{Message: &pb.SessionRequest_Store{Store: &pb.Store{
+		Operation: 1, SpaceId: space, Region: 1, BlockIds: numbers(0, 8), Hashes: packed(hashes), Parents: packed(parents),
+	}}})
+	if end := raw.receive().GetOperationEnd(); end.GetBlocksStored() != 8 {
+		t.Fatalf("store ended %v", end)
+	}
+	raw.word(0, 2)
+	raw.send(&pb.SessionRequest{Message: &pb.SessionRequest_Load{Load: &pb.Load{Operation: 2, Word: 0, SpaceId: space, Hashes: packed(hashes), DeadlineMs: 50}}})
+	if r := raw.receive().GetLoadResult(); r == nil || len(r.Status) != 8 {
+		t.Fatalf("load answered %v", r)
+	}
+	if n.ledger.Stats().Pins != 8 {
+		t.Errorf("%d pins", n.ledger.Stats().Pins)
+	}
+	if end := raw.receive().GetOperationEnd(); end.GetOutcome() != pb.Outcome_OUTCOME_EXPIRED {
+		t.Errorf("ended %v", end)
+	}
+	if p := n.ledger.Stats().Pins; p != 0 {
+		t.Errorf("%d pins after the deadline", p)
+	}
+}
+
+func TestConfig(t *testing.T) {
+	for text, want := range map[string]string{
+		"":                                                                      "pool.size",
+		"pool: {size: 1GiB, typo: 1}":                                           "typo",
+		"pool: {size: lots}":                                                    "not a size",
+		"pool: {size: 1GiB, slab: 3MiB}":                                        "pool.slab",
+		"pool: {size: 1MiB}":                                                    "pool.size",
+		"pool: {size: 1GiB, path: x}":                                           "pool.path",
+		"pool: {size: 1GiB}\npeer: {listen: 'x'}":                               "peer.listen",
+		"pool: {size: 1GiB}\npeer: {listen: ':7400'}":                           "peer.advertise",
+		"pool: {size: 1GiB}\nlog: {level: loud}":                                "log.level",
+		"pool: {size: 1GiB}\noffer: {lifetime: 1ms}":                            "offer.lifetime",
+		"pool: {size: 1GiB}\noffer: {lifetime: soon}":                           "not a duration",
+		"pool: {size: 1GiB}\ncopy: {threads: 0}":                                "copy.threads",
+		"pool: {size: 1GiB}\nsockets: {dir: relative}":                          "sockets.dir",
+		"pool: {size: 1GiB}\n---\npool: {size: 2GiB}":                           "more than one document",
+		"pool: {size: 1GiB}\nsockets: {dir: /" + strings.Repeat("x", 100) + "}": "sockets.dir",
+	} {
+		c, err := ParseConfig([]byte(text))
+		if err == nil {
+			err = c.Validate()
+		}
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%q: %v, want an error that names %s", text, err, want)
+		}
+	}
+	c, err := ParseConfig([]byte("pool: {size: 3GiB}"))
+	if err == nil {
+		err = c.Validate()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	again, err := ParseConfig([]byte(c.YAML()))
+	if err != nil || again.YAML() != c.YAML() {
+		t.Errorf("the effective configuration does not read back: %v", err)
+	}
+}
+
+func FuzzParseConfig(f *testing.F) {
+	f.Add([]byte("pool: {size: 1GiB}\noffer: {lifetime: 1m}"))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		if c, err := ParseConfig(b); err == nil {
+			_ = c.Validate()
+		}
+	})
+}
+
+func TestPoolSizeOverTheLimitIsNamed(t *testing.T) {
+	c := DefaultConfig()
+	c.Sockets.Dir, c.Pool.Size, c.Pool.Path = t.TempDir(), 1<<43, "/dev/shm/kvferry-test-too-large"
+	t.Cleanup(func() { _ = os.Remove(c.Pool.Path); _ = os.Remove(c.Pool.Path + ".lock") })
+	c.Metrics.Listen = ""
+	_, err := Start(c, discard())
+	if err == nil || !strings.Contains(err.Error(), "pool.size") {
+		t.Fatalf("start: %v", err)
+	}
+}
+
+// 2^31 blocks and other shapes that do not fit are refused by name.
+func TestBadHellos(t *testing.T) {
+	n := newNode(t)
+	region := func(f func(*pb.Region)) func(*pb.Hello) {
+		return func(h *pb.Hello) { f(h.Regions[0]) }
+	}
+	for name, c := range map[string]struct {
+		change func(*pb.Hello)
+		field  string
+	}{
+		"version":        {func(h *pb.Hello) { h.WireVersion = 99 }, "hello.wire_version"},
+		"role":           {func(h *pb.Hello) { h.Role = 7 }, "hello.role"},
+		"no instance":    {func(h *pb.Hello) { h.Instance = "" }, "hello.instance"},
+		"long instance":  {func(h *pb.Hello) { h.Instance = strings.Repeat("x", 129) }, "hello.instance"},
+		"control":        {func(h *pb.Hello) { h.Engine = "a\nb" }, "hello.engine"},
+		"no ranks":       {func(h *pb.Hello) { h.Ranks = 0 }, "hello.ranks"},
+		"rank":           {func(h *pb.Hello) { h.Rank = 1 }, "hello.rank"},
+		"no space":       {func(h *pb.Hello) { h.Space = nil }, "hello.space.model"},
+		"local path":     {func(h *pb.Hello) { h.Space.Model = "/models/x" }, "hello.space.revision"},
+		"space newline":  {func(h *pb.Hello) { h.Space.Layout = "a\nb" }, "hello.space.layout"},
+		"pp":             {func(h *pb.Hello) { h.Space.Pp = 2 }, "hello.space.pp"},
+		"tp 0":           {func(h *pb.Hello) { h.Space.Tp = 0 }, "hello.space.tp"},
+		"no regions":     {func(h *pb.Hello) { h.Regions = nil }, "hello.regions"},
+		"two alike":      {func(h *pb.Hello) { h.Regions = append(h.Regions, h.Regions[0]) }, "hello.regions.id"},
+		"kind":           {region(func(r *pb.Region) { r.Kind = 9 }), "hello.regions.kind"},
+		"no bytes":       {region(func(r *pb.Region) { r.Bytes = 0 }), "hello.regions.bytes"},
+		"2^31 blocks":    {region(func(r *pb.Region) { r.Blocks = 1 << 31 }), "hello.regions.blocks"},
+		"too small":      {region(func(r *pb.Region) { r.Bytes-- }), "hello.regions.planes"},
+		"no planes":      {region(func(r *pb.Region) { r.Planes = nil }), "hello.regions.planes"},
+		"overlap stride": {region(func(r *pb.Region) { r.Planes[0].Stride-- }), "hello.regions.planes"},
+		"overflow base":  {region(func(r *pb.Region) { r.Planes[0].Base = math.MaxUint64 }), "hello.regions.planes"},
+		"overflow":       {region(func(r *pb.Region) { r.Planes[0].Stride = 1 << 62 }), "hello.regions.planes"},
+		"shard too big": {region(func(r *pb.Region) {
+			r.Bytes, r.Blocks = 1<<30, 1
+			r.Planes = []*pb.Plane{{Bytes: 1 << 30, Stride: 1 << 30}}
+		}), "hello.regions.planes"},
+		"scheduler lends": {func(h *pb.Hello) { h.Role = scheduler }, "hello.regions"},
+	} {
+		h := helloOf(worker)
+		c.change(h)
+		err := n.helloError(h)
+		if err == nil || !strings.Contains(err.Error(), c.field) {
+			t.Errorf("%s: %v, want an error that names %s", name, err, c.field)
+		}
+	}
+	n.nothingHeld()
+}
+
+// Messages that are wrong are answered by the name of the field and change nothing.
+func TestBadOperations(t *testing.T) {
+	n := newNode(t)
+	raw := n.rawSession(helloOf(worker))
+	hashes, parents := prompt(4, 1)
+	space := raw.welcome.SpaceId
+	good := func() *pb.Store {
+		return &pb.Store{Word: 0, SpaceId: space, Region: 1, BlockIds: numbers(0, 4), Hashes: packed(hashes), Parents: packed(parents)}
+	}
+	number := uint64(0)
+	for name, c := range map[string]struct {
+		change func(*pb.Store)
+		field  string
+	}{
+		"space length":  {func(s *pb.Store) { s.SpaceId = s.SpaceId[:31] }, "store.space_id"},
+		"foreign space": {func(s *pb.Store) { s.SpaceId = make([]byte, 32) }, "store.space_id"},
+		"hash length":   {func(s *pb.Store) { s.Hashes = s.Hashes[:127] }, "store.hashes"},
+		"no hashes":     {func(s *pb.Store) { s.Hashes, s.Parents, s.BlockIds = nil, nil, nil }, "store.hashes"},
+		"zero hash":     {func(s *pb.Store) { clear(s.Hashes[:32]) }, "store.hashes"},
+		"twice":         {func(s *pb.Store) { copy(s.Hashes[:32], s.Hashes[32:64]) }, "store.hashes"},
+		"parents":       {func(s *pb.Store) { s.Parents = s.Parents[:32] }, "store.parents"},
+		"ids":           {func(s *pb.Store) { s.BlockIds = s.BlockIds[:3] }, "store.block_ids"},
+		"id range":      {func(s *pb.Store) { s.BlockIds[3] = 1 << 31 }, "store.block_ids"},
+		"region":        {func(s *pb.Store) { s.Region = 5 }, "store.region"},
+		"word":          {func(s *pb.Store) { s.Word = 1 << 20 }, "store.word"},
+		"free word":     {func(s *pb.Store) { s.Word = 7 }, "store.word"},
+		"deadline":      {func(s *pb.Store) { s.DeadlineMs = 1 << 30 }, "store.deadline_ms"},
+		"request":       {func(s *pb.Store) { s.RequestId = strings.Repeat("x", 300) }, "store.request_id"},
+		"number":        {func(s *pb.Store) { s.Operation = 1 << 60 }, "store.operation"},
+		"too many": {func(s *pb.Store) {
+			h, p := prompt(65, 5)
+			s.Hashes, s.Parents, s.BlockIds = packed(h), packed(p), numbers(0, 65)
+		}, "store.hashes"},
+	} {
+		m := good()
+		number++
+		m.Operation = number
+		c.change(m)
+		raw.word(0, number)
+		raw.send(&pb.SessionRequest{Message: &pb.SessionRequest_Store{Store: m}})
+		end := raw.receive().GetOperationEnd()
+		if end.GetOutcome() != pb.Outcome_OUTCOME_REJECTED || !strings.Contains(end.GetReason(), c.field) {
+			t.Errorf("%s: %v, want a rejection that names %s", name, end, c.field)
+		}
+	}
+	if st := n.ledger.Stats(); st.UsedBytes != 0 || st.Records != 0 {
+		t.Errorf("something changed: %+v", st)
+	}
+	number++
+	m := good()
+	m.Operation = number
+	raw.word(0, number)
+	raw.send(&pb.SessionRequest{Message: &pb.SessionRequest_Store{Store: m}})
+	if end := raw.receive().GetOperationEnd(); end.GetOutcome() != pb.Outcome_OUTCOME_COMMITTED {
+		t.Errorf("a good store after all that ended %v", end)
+	}
+}
+
+func TestBadOffersAndTickets(t *testing.T) {
+	n := newNode(t)
+	refused := make(chan *pb.Refused, 1)
+	sched, _ := n.attach(scheduler, func(c *standin.Config) { c.Refused = func(r *pb.Refused) { refused <- r } })
+	if _, err := sched.Offer("r", nil, 1, 0); err != nil {
+		t.Fatal(err)
+	}
+	if r := <-refused; !strings.Contains(r.Field, "offer.hashes") {
+		t.Errorf("refused %v", r)
+	}
+	hashes, _ := prompt(3, 1)
+	if _, err := sched.Offer("r", hashes, 0, 0); err != nil {
+		t.Fatal(err)
+	}
+	if r := <-refused; r.Field != "offer.tokens" {
+		t.Errorf("refused %v", r)
+	}
+	s, _ := n.attach(worker)
+	for name, ticket := range map[string][]byte{"garbage": []byte("garbage"), "empty": {}, "long": make([]byte, 70<<10)} {
+		_, err := s.Load(ctx10(t), standin.LoadRequest{Blocks: numbers(0, 3), Hashes: hashes, Ticket: ticket})
+		if err == nil || !strings.Contains(err.Error(), "accept.ticket") {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+func TestMatchErrors(t *testing.T) {
+	n := newNode(t)
+	sched, _ := n.attach(scheduler)
+	c := n.engine()
+	space := sched.Space
+	for name, r := range map[string]*pb.MatchRequest{
+		"session_id": {SessionId: 1 << 40, RequestId: "r", SpaceId: space[:]},
+		"space_id":   {SessionId: sched.Welcome.SessionId, RequestId: "r", SpaceId: space[:5]},
+		"request_id": {SessionId: sched.Welcome.SessionId, SpaceId: space[:]},
+		"hashes":     {SessionId: sched.Welcome.SessionId, RequestId: "r", SpaceId: space[:], Hashes: make([]byte, 33)},
+		"lease_ms":   {SessionId: sched.Welcome.SessionId, RequestId: "r", SpaceId: space[:], LeaseMs: 1 << 31},
+	} {
+		if _, err := c.Match(ctx10(t), r); err == nil || !strings.Contains(err.Error(), name) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+func TestSessionsOfDeadProcessesGo(t *testing.T) {
+	n := newNode(t)
+	sched, _ := n.attach(scheduler)
+	s, m := n.attach(worker)
+	hashes, parents := prompt(8, 1)
+	store(t, s, m, 0, hashes, parents)
+	if _, err := sched.Match(ctx10(t), "r", hashes, 60_000); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := sched.Offer("r", hashes, 128, 60_000); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "lease and offer", func() bool { return n.ledger.Stats().Leases == 2 })
+	_ = sched.Close()
+	_ = s.Close()
+	n.nothingHeld()
+	if n.registry.OpenOffers() != 0 {
+		t.Error("an offer outlived its session")
+	}
+	if _, err := sched.Match(ctx10(t), "r", hashes, 0); err == nil || errors.Is(err, os.ErrNotExist) {
+		t.Errorf("match in a closed session: %v", err)
+	}
+	if time.Since(n.started) > time.Minute {
+		t.Error("took too long")
+	}
+}
