@@ -15,9 +15,13 @@ import (
 	"github.com/kvferry/kvferry"
 	pb "github.com/kvferry/kvferry/proto/kvferry/v1"
 	"github.com/kvferry/kvferry/standin"
+	"github.com/kvferry/kvferry/standin/process"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) {
+	process.Main() // a worker process of crash_test.go does not return
+	goleak.VerifyTestMain(m)
+}
 
 // node is a daemon in this process, on a real pool and real sockets.
 type node struct {

@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync/atomic"
@@ -320,4 +321,14 @@ func TestForeignUIDIsRefused(t *testing.T) {
 	if err := n.helloError(helloOf(scheduler)); status.Code(err) != codes.PermissionDenied || !strings.Contains(err.Error(), "uid") {
 		t.Errorf("hello of a foreign uid: %v", err)
 	}
+}
+
+// buildDaemon builds kvferryd as it is now.
+func buildDaemon(t *testing.T) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "kvferryd")
+	if out, err := exec.Command("go", "build", "-o", path, "../cmd/kvferryd").CombinedOutput(); err != nil {
+		t.Fatalf("build kvferryd: %v\n%s", err, out)
+	}
+	return path
 }
