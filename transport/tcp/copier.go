@@ -12,10 +12,10 @@ import (
 )
 
 const (
-	laneShare    = 2 << 20 // bytes that make a lane of its own worth while
-	aheadMax     = 1 << 20 // payload that a lane asks for ahead: 5 GB/s for 200 µs; more only makes the lanes end at different times
-	aheadMin     = 512 << 10
-	togetherMost = aheadMax / 2 // payload that small copies make up one request to
+	laneShare    = 2 << 20   // bytes that make a lane of its own worth while
+	aheadMax     = 4 << 20   // payload that a lane asks for ahead: the server shall never wait for a request
+	aheadMin     = 512 << 10 // the same at the end of a batch, so that all lanes end together
+	togetherMost = 512 << 10 // payload that small copies make up one request to
 )
 
 // copier is a Link seen through one claim's key.
@@ -112,13 +112,22 @@ func (c *copier) check(p *transport.Copy) (length uint64, err error) {
 	return to, nil
 }
 
-// queue gives each job to one lane. Each lane has its own, with the same jobs and next.
+// queue gives each job to one lane. Each lane has its own, with the same jobs and shared state.
 type queue struct {
-	again    []*job // of a lane that turned out to be dead; before the others
-	jobs     []job
-	next     *atomic.Int64
-	ahead    uint64 // payload that a lane asks for ahead, so small that all lanes end together
-	together uint64 // payload of one request that carries several jobs
+	again []*job // of a lane that turned out to be dead; before the others
+	jobs  []job
+	lanes int
+	*shared
+}
+
+type shared struct {
+	next atomic.Int64  // index of the next job
+	left atomic.Uint64 // bytes of jobs that no lane has taken
+}
+
+// ahead is how much payload a lane may ask for ahead: much, but of what is left at most its share of a half.
+func (q *queue) ahead() uint64 {
+	return min(aheadMax, max(aheadMin, q.left.Load()/uint64(2*q.lanes)))
 }
 
 func (q *queue) take() *job {
@@ -128,7 +137,9 @@ func (q *queue) take() *job {
 		return j
 	}
 	if i := q.next.Add(1) - 1; i < int64(len(q.jobs)) {
-		return &q.jobs[i]
+		j := &q.jobs[i]
+		q.left.Add(-j.remaining)
+		return j
 	}
 	return nil
 }
@@ -136,9 +147,8 @@ func (q *queue) take() *job {
 // spread works the jobs off on one or more lanes, the first of them in this goroutine. Its error is that of a lane; good tells whether any lane came to its end.
 func (c *copier) spread(ctx context.Context, jobs []job, total uint64) (good bool, err error) {
 	lanes := max(1, min(c.link.options.Lanes, len(jobs), int(total/laneShare)))
-	q := queue{jobs: jobs, next: new(atomic.Int64)}
-	q.ahead = min(aheadMax, max(aheadMin, total/uint64(lanes)/4))
-	q.together = min(togetherMost, q.ahead/2)
+	q := queue{jobs: jobs, lanes: lanes, shared: new(shared)}
+	q.left.Store(total)
 	errs := make([]error, lanes)
 	var wg sync.WaitGroup
 	for i := 1; i < lanes; i++ {

@@ -100,10 +100,11 @@ func (n *lane) left() []*job {
 
 // ask sends requests until enough is under way. It begins when half of that has come in, so that several go out in one write.
 func (n *lane) ask(key [16]byte, q *queue) error {
-	if len(n.pieces) > 1 && n.payload > q.ahead/2 {
+	ahead := q.ahead()
+	if len(n.pieces) > 1 && n.payload > ahead/2 {
 		return nil
 	}
-	for len(n.pieces) < 2 || (n.payload < q.ahead && n.request < aheadRequests) {
+	for len(n.pieces) < 2 || (n.payload < ahead && n.request < aheadRequests) {
 		p := n.compose(q)
 		if len(p.parts) == 0 {
 			break
@@ -134,7 +135,7 @@ func (n *lane) compose(q *queue) (p piece) {
 			n.current = n.begin(q)
 		}
 		j := n.current
-		if j == nil || (len(p.parts) > 0 && (j.alone || p.length+j.remaining > q.together || len(n.spans)+len(j.copy.Src) > rangesMax)) {
+		if j == nil || (len(p.parts) > 0 && (j.alone || p.length+j.remaining > togetherMost || len(n.spans)+len(j.copy.Src) > rangesMax)) {
 			return p
 		}
 		var length uint64
