@@ -2,6 +2,7 @@
 
 import hashlib
 import struct
+import threading
 import time
 
 from kvferry import _native
@@ -39,13 +40,16 @@ def reset(llm, connector=False):
 
 
 def metrics(llm):
-    """Our counters since the start, by name and label."""
+    """Our counters since the start, by name and label; and how often vLLM preempted."""
     drain(llm)
-    return {
-        ":".join([m.name.removeprefix("vllm:kvferry_"), *(v for k, v in m.labels.items() if k not in ("model_name", "engine"))]): m.value
-        for m in llm.get_metrics()
-        if m.name.startswith("vllm:kvferry_")
-    }
+    values = {}
+    for m in llm.get_metrics():
+        if m.name.startswith("vllm:kvferry_"):
+            labels = [v for k, v in m.labels.items() if k not in ("model_name", "engine")]
+            values[":".join([m.name.removeprefix("vllm:kvferry_"), *labels])] = m.value
+        elif m.name == "vllm:num_preemptions":
+            values["preemptions"] = m.value
+    return values
 
 
 def drain(llm):
@@ -217,3 +221,23 @@ def leftovers(llm):
         "stores": len(w._stores),
         "holds": len(w._holds),
     }
+
+
+_go = None
+
+
+def hold_loads(llm):
+    """Loads stop before they copy, until let_loads_go."""
+    global _go
+    _go = threading.Event()
+    load_blocks = _native.load_blocks
+
+    def held(*args):
+        assert _go.wait(60)
+        return load_blocks(*args)
+
+    _native.load_blocks = held
+
+
+def let_loads_go(llm):
+    _go.set()

@@ -60,9 +60,7 @@ def test_chunked_prefill_salts_and_failing_blocks(model, reference, daemon, tmp_
         assert engine.run("reset")
         again = engine.generate(asked)
         assert tokens(again) == reference(asked)
-        # Up to the first failing block of each: blocks 3, 6 of the first prompt, 9, 12 of the second ...
-        assert all(0 < n < 896 for n in cached(again))
-        assert engine.run("metrics")["unloaded_blocks:checksum"] > 0
+        assert engine.run("metrics")["unloaded_blocks:checksum"] == 22 // 3
         assert set(engine.run("leftovers").values()) == {0}
 
 
@@ -129,8 +127,11 @@ def test_models_do_not_share(model, daemon, tmp_path):
 def prefill(engine: Engine, prompt: list[int]) -> dict:
     """The parameters that a proxy carries from the prefill engine's answer to the decode engine."""
     (answer,) = engine.generate([prompt], 1, params={"do_remote_decode": True, "do_remote_prefill": False})
-    assert answer["params"]["do_remote_prefill"] and not answer["params"]["do_remote_decode"]
-    return answer["params"]
+    params = answer["params"]
+    assert params["do_remote_prefill"] and not params["do_remote_decode"]
+    # vLLM would show this number as the decode engine's.
+    del params["remote_prefill_cached_tokens"]
+    return params
 
 
 def change_ticket(params: dict, **fields) -> dict:
