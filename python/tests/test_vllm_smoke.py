@@ -6,6 +6,7 @@ import signal
 import subprocess
 
 import pytest
+from api_server import ApiServer, post
 from daemon import wait_for
 from engine import Engine, EngineError
 from nodes import TwoNodes
@@ -194,3 +195,16 @@ def test_two_ranks_and_one_killed(model, reference, daemon, tmp_path):
         again = engine.generate(asked)
         assert tokens(again) == first
         assert cached(again) == [896, 896, 1024]
+
+
+def test_api_server(model, reference, daemon, tmp_path):
+    (prompt,) = prompts(10, count=1)
+    with ApiServer(model, tmp_path, daemon, "--max-model-len", "4096").wait() as server:
+        wait_for(lambda: daemon.attached(workers=1), 15, "the engine is attached")
+        assert [server.complete(prompt)["tokens"]] == reference([prompt])
+        wait_for(lambda: daemon.cli("status")["tiers"][0]["blocks"] == 7, 15, "the prompt is stored")
+        post(server.url + "/reset_prefix_cache", {})
+        again = server.complete(prompt)
+        assert [again["tokens"]] == reference([prompt])
+        assert again["cached"] == 896
+        assert server.metrics()["loaded_blocks_total"] == 7
