@@ -85,34 +85,3 @@ func single(ctx context.Context, w *process.Worker, block []uint32, hashes, cont
 	wrong, err := w.Check(ctx, block, content)
 	return r.Took, wrong == 0 && r.Report.Loaded == 1, err
 }
-
-// match asks for 8,192 blocks that are all there, among many more.
-func (b *bench) match(ctx context.Context) error {
-	const n, prompts = 8192, 12
-	shape := standin.Shape{Blocks: n, Planes: 1, PlaneBytes: 4 << 10}
-	small := shape
-	small.Blocks = 1
-	p, err := b.newPair(ctx, pools, shape, small)
-	if err != nil {
-		return err
-	}
-	defer p.close()
-	var hashes, parents []kvferry.Hash
-	for k := range prompts {
-		hashes, parents = chain(n, uint64(k)+1)
-		r, err := p.prefill.Store(ctx, batches(blockRange(0, n), hashes, parents)...)
-		if err != nil {
-			return err
-		}
-		if r.Stored != n {
-			return fmt.Errorf("store: %d of %d blocks: %s", r.Stored, n, r.Reason)
-		}
-	}
-	r, err := p.prefill.Match(ctx, process.MatchArgs{RequestID: "bench", Hashes: hashes, LeaseMs: 10_000, Times: 300})
-	if err != nil {
-		return err
-	}
-	note := fmt.Sprintf("the target; p50 of 300, all hits, %d blocks in the ledger", n*prompts)
-	b.latency("match_8192_go", r.Took, targetMatch, note, r.Blocks == n)
-	return nil
-}
