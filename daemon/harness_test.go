@@ -20,7 +20,8 @@ import (
 
 func TestMain(m *testing.M) {
 	process.Main() // a worker process of crash_test.go does not return
-	goleak.VerifyTestMain(m)
+	// The thread that starts processes lives as long as this one: they die with it.
+	goleak.VerifyTestMain(m, goleak.IgnoreTopFunction("github.com/kvferry/kvferry/standin/process.init.func1.1"))
 }
 
 // node is a daemon in this process, on a real pool and real sockets.

@@ -75,7 +75,7 @@ func (s *Session) attach(cred Credentials, entries []uint32, fds []*os.File) err
 		}
 		regions[spec.ID] = r
 	}
-	if err := s.watchProcess(pidfd); err != nil {
+	if err := s.watch(pidfd); err != nil {
 		closeRegions(regions)
 		return err
 	}
@@ -106,7 +106,7 @@ func (s *Session) openRegion(spec RegionSpec, fd *os.File) (*region, error) {
 		return nil, &FieldError{Field: fmt.Sprintf("regions[%d]", spec.ID), Reason: err.Error(), kind: kind}
 	}
 	mem := transport.Memory{ID: s.m.newRegionID(), Bytes: m.Bytes()}
-	return &region{spec: spec, mapping: m, memory: mem, copier: transport.NewLocal(s.m.cfg.Pool, mem, s.m.cfg.Threads)}, nil
+	return &region{spec: spec, mapping: m, memory: mem, copier: s.m.cfg.NewCopier(s.m.cfg.Pool, mem)}, nil
 }
 
 // dupWords is a descriptor of the words that outlives the session.
@@ -149,31 +149,40 @@ func checkPidfd(f *os.File, pid int32) error {
 	return invalid("pidfd", "not a pidfd")
 }
 
-// watchProcess ends the session when the process is dead, whatever still holds its sockets open.
-func (s *Session) watchProcess(pidfd *os.File) error {
+// watch ends the session when the process is dead, whatever still holds its sockets open.
+func (s *Session) watch(pidfd *os.File) error {
+	if !s.begin() {
+		return fmt.Errorf("watch process: %w: the session is closing", ErrState)
+	}
+	err := s.m.cfg.Watch(s.ctx, pidfd, func() { s.cancel(ErrProcessGone) }, s.quiet.Done)
+	if err != nil {
+		s.quiet.Done()
+		return fmt.Errorf("watch process: %w", err)
+	}
+	return nil
+}
+
+// WatchProcess waits in the runtime's poller: it costs no thread. pidfd stays the caller's.
+func WatchProcess(ctx context.Context, pidfd *os.File, gone, done func()) error {
 	fd, err := unix.FcntlInt(pidfd.Fd(), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
-		return fmt.Errorf("watch process: %w", err)
+		return err
 	}
 	if err := unix.SetNonblock(fd, true); err != nil {
 		_ = unix.Close(fd)
-		return fmt.Errorf("watch process: %w", err)
+		return err
 	}
-	f := os.NewFile(uintptr(fd), "pidfd") // non-blocking: it waits in the runtime's poller and costs no thread
+	f := os.NewFile(uintptr(fd), "pidfd")
 	raw, err := f.SyscallConn()
 	if err != nil {
 		_ = f.Close()
-		return fmt.Errorf("watch process: %w", err)
+		return err
 	}
-	if !s.begin() {
-		_ = f.Close()
-		return fmt.Errorf("watch process: %w: the session is closing", ErrState)
-	}
-	context.AfterFunc(s.ctx, func() { _ = f.Close() })
+	context.AfterFunc(ctx, func() { _ = f.Close() })
 	go func() {
-		defer s.quiet.Done()
+		defer done()
 		if err := raw.Read(func(fd uintptr) bool { return exited(int(fd)) }); err == nil {
-			s.cancel(errGone)
+			gone()
 		}
 	}()
 	return nil

@@ -102,7 +102,7 @@ func (o *operation) accept(ctx context.Context, space tiers.SpaceRef, r Load) {
 			why[at[i]] = statusOf(st)
 		}
 	}
-	s.m.cfg.Counters.Add("accept_blocks", "local", len(here)-len(missing))
+	s.m.cfg.Counters.Add("accept_blocks", "local", len(here)-len(at))
 	o.answer(space, r.Hashes, why, until)
 }
 

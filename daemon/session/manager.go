@@ -61,7 +61,10 @@ type Config struct {
 	Counters *counters.Set
 	Log      *slog.Logger
 	UIDs     []uint32 // that may attach
-	Threads  int      // a copy may use
+	// NewCopier makes the copier from lent memory into the pool. The simulation has its own.
+	NewCopier func(dst, src transport.Memory) transport.Copier
+	// Watch calls gone when the process of a pidfd is dead, until ctx ends; done when it no longer does. Nil: WatchProcess.
+	Watch func(ctx context.Context, pidfd *os.File, gone, done func()) error
 }
 
 // Manager has all sessions.
@@ -79,6 +82,9 @@ type Manager struct {
 
 // New makes a manager without sessions.
 func New(cfg Config) *Manager {
+	if cfg.Watch == nil {
+		cfg.Watch = WatchProcess
+	}
 	return &Manager{cfg: cfg, sessions: map[uint64]*Session{}, tokens: map[[16]byte]*Session{}, regions: cfg.Pool.ID,
 		spaces: spaceTable{byID: map[kvferry.SpaceID]kvferry.Space{}}}
 }

@@ -14,8 +14,8 @@ import (
 	"github.com/kvferry/kvferry/transport"
 )
 
-// errGone ends a session whose process is dead.
-var errGone = errors.New("process is gone")
+// ErrProcessGone is why a session ends whose process is dead.
+var ErrProcessGone = errors.New("session: process is gone")
 
 // Session is one attached process.
 //
@@ -164,14 +164,19 @@ func (s *Session) send(e Event) {
 	}
 }
 
+// Poll takes the events that are there. It answers false when there are none.
+func (s *Session) Poll() ([]Event, bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	out := s.events
+	s.events = nil
+	return out, len(out) > 0
+}
+
 // Next waits for events. It fails when the session or ctx has ended.
 func (s *Session) Next(ctx context.Context) ([]Event, error) {
 	for {
-		s.mu.Lock()
-		out := s.events
-		s.events = nil
-		s.mu.Unlock()
-		if len(out) > 0 {
+		if out, ok := s.Poll(); ok {
 			return out, nil
 		}
 		select {
@@ -244,7 +249,7 @@ func closeReason(err error) string {
 	switch {
 	case err == nil, errors.Is(err, context.Canceled):
 		return "stream_ended"
-	case errors.Is(err, errGone):
+	case errors.Is(err, ErrProcessGone):
 		return "process_gone"
 	case errors.Is(err, ErrLimit):
 		return "limit"
