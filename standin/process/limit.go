@@ -29,6 +29,9 @@ type scratch struct {
 
 // Limit measures one copy.
 func (s *Service) Limit(a LimitArgs, took *time.Duration) error {
+	if _, _, _, err := s.parts(); err != nil {
+		return err
+	}
 	s.scratch.once.Do(func() {
 		shape := standin.Shape{Blocks: a.Scratch, Planes: 1, PlaneBytes: s.memory.ShardBytes()}
 		if s.scratch.memory, s.scratch.err = standin.NewMemory(shape); s.scratch.err == nil {

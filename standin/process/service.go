@@ -70,6 +70,16 @@ func (s *Service) Attach(a AttachArgs, _ *struct{}) error {
 	return nil
 }
 
+// parts is what Attach has made.
+func (s *Service) parts() (m *standin.Memory, worker, scheduler *standin.Session, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.memory == nil {
+		return nil, nil, nil, errors.New("not attached")
+	}
+	return s.memory, s.worker, s.scheduler, nil
+}
+
 func (s *Service) close() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -91,24 +101,36 @@ type BlocksArgs struct {
 
 // Write computes blocks: each gets the content that its hash stands for.
 func (s *Service) Write(a BlocksArgs, _ *struct{}) error {
+	m, _, _, err := s.parts()
+	if err != nil {
+		return err
+	}
 	for i, b := range a.Blocks {
-		s.memory.Write(b, a.Hashes[i])
+		m.Write(b, a.Hashes[i])
 	}
 	return nil
 }
 
 // Scribble overwrites blocks with something else.
 func (s *Service) Scribble(a BlocksArgs, _ *struct{}) error {
+	m, _, _, err := s.parts()
+	if err != nil {
+		return err
+	}
 	for _, b := range a.Blocks {
-		s.memory.Scribble(b)
+		m.Scribble(b)
 	}
 	return nil
 }
 
 // Check counts bytes that are not what they should be.
 func (s *Service) Check(a BlocksArgs, wrong *uint64) error {
+	m, _, _, err := s.parts()
+	if err != nil {
+		return err
+	}
 	for i, b := range a.Blocks {
-		*wrong += s.memory.Wrong(b, a.Hashes[i])
+		*wrong += m.Wrong(b, a.Hashes[i])
 	}
 	return nil
 }
@@ -125,13 +147,16 @@ type StoreReply struct {
 
 // Store stores blocks and waits for all operations to end.
 func (s *Service) Store(a StoreArgs, r *StoreReply) error {
+	_, worker, _, err := s.parts()
+	if err != nil {
+		return err
+	}
 	ctx, cancel := context.WithTimeout(context.Background(), callTimeout)
 	defer cancel()
 	start := time.Now()
 	operations := make([]*standin.Operation, len(a.Batches))
 	for i, b := range a.Batches {
-		var err error
-		if operations[i], err = s.worker.Store(b); err != nil {
+		if operations[i], err = worker.Store(b); err != nil {
 			return err
 		}
 	}
@@ -159,10 +184,14 @@ type LoadReply struct {
 
 // Load loads or accepts.
 func (s *Service) Load(a standin.LoadRequest, r *LoadReply) error {
+	_, worker, _, err := s.parts()
+	if err != nil {
+		return err
+	}
 	ctx, cancel := context.WithTimeout(context.Background(), callTimeout)
 	defer cancel()
 	start := time.Now()
-	report, err := s.worker.Load(ctx, a)
+	report, err := worker.Load(ctx, a)
 	r.Took, r.Report = time.Since(start), *report
 	return err
 }
@@ -183,11 +212,15 @@ type MatchReply struct {
 
 // Match matches on the scheduler session.
 func (s *Service) Match(a MatchArgs, r *MatchReply) error {
+	_, _, scheduler, err := s.parts()
+	if err != nil {
+		return err
+	}
 	ctx, cancel := context.WithTimeout(context.Background(), callTimeout)
 	defer cancel()
 	for range max(1, a.Times) {
 		start := time.Now()
-		m, err := s.scheduler.Match(ctx, a.RequestID, a.Hashes, a.LeaseMs)
+		m, err := scheduler.Match(ctx, a.RequestID, a.Hashes, a.LeaseMs)
 		if err != nil {
 			return err
 		}
@@ -211,7 +244,11 @@ type OfferArgs struct {
 }
 
 // Offer offers on the scheduler session and answers the ticket.
-func (s *Service) Offer(a OfferArgs, ticket *[]byte) (err error) {
-	*ticket, err = s.scheduler.Offer(a.RequestID, a.Hashes, a.Tokens, a.LifetimeMs)
+func (s *Service) Offer(a OfferArgs, ticket *[]byte) error {
+	_, _, scheduler, err := s.parts()
+	if err != nil {
+		return err
+	}
+	*ticket, err = scheduler.Offer(a.RequestID, a.Hashes, a.Tokens, a.LifetimeMs)
 	return err
 }
