@@ -6,6 +6,8 @@ GO ?= go
 VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo devel)
 LDFLAGS := -s -w -X github.com/kvferry/kvferry/daemon.Version=$(VERSION)
 VENV := .venv
+# A real request trace; the demo has the beginning of one built in for where there is none.
+TRACE ?= ../shared/traces/conversation.jsonl.gz
 
 # Pinned tools. The last protoc whose Python code runs with protobuf 6 and 7 is that of grpcio-tools 1.74.
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
@@ -65,7 +67,7 @@ bench: build $(VENV)/installed ## measure against this machine's limits; writes 
 
 .PHONY: demo
 demo: build ## two nodes, a real trace, every byte compared (KEEP=1 leaves it running)
-	bin/kvferry-demo $(if $(KEEP),--keep)
+	bin/kvferry-demo --trace "$(TRACE)" $(if $(KEEP),--keep)
 
 .PHONY: demo-vllm
 demo-vllm: build ## the same with real vLLM engines on this machine's CPU
