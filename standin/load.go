@@ -4,14 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync"
 	"sync/atomic"
 	"time"
 	"unsafe"
 
 	"github.com/kvferry/kvferry"
-	"github.com/kvferry/kvferry/csrc/copyshim"
 	kvferryv1 "github.com/kvferry/kvferry/proto/kvferry/v1"
+	"github.com/kvferry/kvferry/transport"
 )
 
 // LoadRequest names blocks to be read from the pool into blocks of the memory.
@@ -74,7 +73,7 @@ func (o *Operation) copyResults(ctx context.Context, blocks []uint32, report *Lo
 		last := false
 		report.InPool = time.Since(start)
 		for _, r := range results {
-			if err := o.s.copyBlocks(r, blocks, report); err != nil {
+			if err := o.s.copyBlocks(ctx, r, blocks, report); err != nil {
 				return err
 			}
 			last = last || r.Last
@@ -85,8 +84,8 @@ func (o *Operation) copyResults(ctx context.Context, blocks []uint32, report *Lo
 	}
 }
 
-// copyBlocks copies what one LoadResult says is ready.
-func (s *Session) copyBlocks(r *kvferryv1.LoadResult, blocks []uint32, report *LoadReport) error {
+// copyBlocks copies what one LoadResult says is ready: the generation is compared before and after the copy, and the checksum of what was copied.
+func (s *Session) copyBlocks(ctx context.Context, r *kvferryv1.LoadResult, blocks []uint32, report *LoadReport) error {
 	s.copies.RLock()
 	defer s.copies.RUnlock()
 	if s.closed {
@@ -96,73 +95,42 @@ func (s *Session) copyBlocks(r *kvferryv1.LoadResult, blocks []uint32, report *L
 	if first+n > len(blocks) || len(r.Offsets) != n || len(r.HeaderOffsets) != n || len(r.Generations) != n || len(r.Crc32C) != n {
 		return errors.New("load result: lists differ in length")
 	}
-	if r.ShardBytes != s.config.Memory.ShardBytes() {
-		return fmt.Errorf("load result: shards of %d bytes, want %d", r.ShardBytes, s.config.Memory.ShardBytes())
-	}
-	var next, loaded, wrong atomic.Int64
-	run := int64(max(1, copyRun/r.ShardBytes)) // blocks of one crossing
-	work := func() {
-		for {
-			end := next.Add(run)
-			from := end - run
-			if from >= int64(n) {
-				return
-			}
-			l, w := s.copyRun(r, int(from), min(int(end), n), blocks[first:], report.Status[first:])
-			loaded.Add(int64(l))
-			wrong.Add(int64(w))
-		}
-	}
-	var wg sync.WaitGroup
-	for range min(s.config.ThreadsMax, int(uint64(n)*r.ShardBytes/copyThread)) - 1 {
-		wg.Go(work)
-	}
-	work()
-	wg.Wait()
-	report.Loaded += int(loaded.Load())
-	report.Wrong += int(wrong.Load())
-	return nil
-}
-
-const (
-	copyRun    = 1 << 20 // bytes that one crossing into C copies at least
-	copyThread = 4 << 20 // bytes that make one more thread worth while
-)
-
-// copyRun copies blocks from..to of r: the generation is compared before and after the copy, and the checksum of what was copied.
-func (s *Session) copyRun(r *kvferryv1.LoadResult, from, to int, blocks []uint32, status []kvferryv1.BlockStatus) (loaded, wrong int) {
 	m := s.config.Memory
-	var segments []copyshim.Segment
-	var units []copyshim.Unit
-	var at []int
-	for i := from; i < to; i++ {
-		status[i] = kvferryv1.BlockStatus(r.Status[i])
-		if status[i] != kvferryv1.BlockStatus_BLOCK_STATUS_READY {
+	if r.ShardBytes != m.ShardBytes() {
+		return fmt.Errorf("load result: shards of %d bytes, want %d", r.ShardBytes, m.ShardBytes())
+	}
+	batch, at := make([]transport.Copy, 0, n), make([]int, 0, n)
+	planes := make([]kvferry.Segment, 0, n*(m.Planes+1))
+	miss := func(i int) {
+		report.Status[first+i] = kvferryv1.BlockStatus_BLOCK_STATUS_MISS
+		report.Wrong++
+	}
+	for i := range n {
+		report.Status[first+i] = kvferryv1.BlockStatus(r.Status[i])
+		if report.Status[first+i] != kvferryv1.BlockStatus_BLOCK_STATUS_READY {
 			continue
 		}
-		if !s.holds(r, i) || blocks[i] >= m.Blocks || r.Offsets[i] > uint64(len(s.pool)) || r.ShardBytes > uint64(len(s.pool))-r.Offsets[i] {
-			status[i] = kvferryv1.BlockStatus_BLOCK_STATUS_MISS
-			wrong++
+		if !s.holds(r, i) || blocks[first+i] >= m.Blocks {
+			miss(i)
 			continue
 		}
-		src := copyshim.Address(s.pool) + uintptr(r.Offsets[i])
-		for p := range m.Planes {
-			segments = append(segments, copyshim.Segment{Dst: copyshim.Address(m.Plane(blocks[i], p)), Src: src, Length: uintptr(m.PlaneBytes)})
-			src += uintptr(m.PlaneBytes)
-		}
-		units = append(units, copyshim.Unit{Segments: uint32(m.Planes)})
+		from := len(planes)
+		planes = append(planes, kvferry.Segment{Region: poolID, Offset: r.Offsets[i], Length: r.ShardBytes})
+		planes = m.segments(planes, blocks[first+i])
+		batch = append(batch, transport.Copy{Src: planes[from : from+1], Dst: planes[from+1:]})
 		at = append(at, i)
 	}
-	copyshim.Copy(segments, units, copyshim.NonTemporal)
+	if err := s.copier.Copy(ctx, batch); err != nil {
+		return err
+	}
 	for k, i := range at {
-		if units[k].CRC32C != r.Crc32C[i] || !s.holds(r, i) {
-			status[i] = kvferryv1.BlockStatus_BLOCK_STATUS_MISS
-			wrong++
+		if batch[k].Err != nil || batch[k].CRC32C != r.Crc32C[i] || !s.holds(r, i) {
+			miss(i)
 			continue
 		}
-		loaded++
+		report.Loaded++
 	}
-	return loaded, wrong
+	return nil
 }
 
 // holds tells whether slot i still has the generation that the daemon told.

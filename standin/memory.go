@@ -6,6 +6,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvferry/kvferry"
 	kvferryv1 "github.com/kvferry/kvferry/proto/kvferry/v1"
 )
 
@@ -67,6 +68,14 @@ func (m *Memory) Close() error {
 func (m *Memory) Plane(block uint32, plane int) []byte {
 	at := uint64(plane)*uint64(m.Blocks)*m.PlaneBytes + uint64(block)*m.PlaneBytes
 	return m.Data[at : at+m.PlaneBytes : at+m.PlaneBytes]
+}
+
+// segments adds a block's planes in order to list.
+func (m *Memory) segments(list []kvferry.Segment, block uint32) []kvferry.Segment {
+	for p := range uint64(m.Planes) {
+		list = append(list, kvferry.Segment{Region: regionID, Offset: p*uint64(m.Blocks)*m.PlaneBytes + uint64(block)*m.PlaneBytes, Length: m.PlaneBytes})
+	}
+	return list
 }
 
 // Region describes the memory for Hello.

@@ -15,13 +15,17 @@ import (
 
 	"github.com/kvferry/kvferry"
 	kvferryv1 "github.com/kvferry/kvferry/proto/kvferry/v1"
+	"github.com/kvferry/kvferry/transport"
 )
 
 // ErrEnded is returned when the session ended: the daemon went away, or Close was called. A new session may work.
 var ErrEnded = errors.New("standin: session ended")
 
-// regionID is the id of a worker's one region.
-const regionID = 1
+// Regions, as this process numbers them.
+const (
+	regionID = 1 // the worker's memory
+	poolID   = 2
+)
 
 // windowBytes lets a Match of 8,192 hashes go out without waiting for the receiver's window.
 const windowBytes = 2 << 20
@@ -47,7 +51,8 @@ type Session struct {
 	config Config
 	conn   *grpc.ClientConn
 	engine kvferryv1.EngineClient
-	pool   []byte // read-only
+	pool   []byte           // read-only
+	copier transport.Copier // from the pool to the memory; nil in a scheduler
 	words  []byte
 	cancel context.CancelFunc
 	done   chan struct{} // closed when the stream has ended
@@ -130,6 +135,9 @@ func (s *Session) attach(ctx, life context.Context) (err error) {
 	if s.pool, err = mapFile(pool, unix.PROT_READ); err != nil {
 		_ = words.Close()
 		return fmt.Errorf("pool: %w", err)
+	}
+	if m := s.config.Memory; m != nil {
+		s.copier = transport.NewLocal(transport.Memory{ID: regionID, Bytes: m.Data}, transport.Memory{ID: poolID, Bytes: s.pool}, s.config.ThreadsMax)
 	}
 	if s.words, err = mapFile(words, unix.PROT_READ|unix.PROT_WRITE); err != nil {
 		return fmt.Errorf("words: %w", err)

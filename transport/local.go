@@ -11,8 +11,9 @@ import (
 )
 
 const (
-	localPiece = 2 << 20 // that is copied between two looks at the context: about half a millisecond
-	localShare = 4 << 20 // bytes that make a second thread worth while
+	localPart  = 1 << 20 // copies are cut to parts of this size, which any thread may make
+	localCross = 2 << 20 // that one crossing into C copies at most, between two looks at the context: some 200 µs
+	localShare = 1 << 20 // bytes that make one more thread worth while
 )
 
 // local copies between two mappings of this machine's memory.
@@ -27,7 +28,17 @@ func NewLocal(dst, src Memory, threads int) Copier {
 	return &local{dst: dst, src: src, threads: max(1, threads)}
 }
 
-// Copy is Copier.Copy. It looks at ctx between pieces.
+// part is a piece of one copy.
+type part struct {
+	copy   int // in the batch
+	dst    cursor
+	src    cursor
+	length uint64
+	crc    uint32
+	err    error
+}
+
+// Copy is Copier.Copy. It looks at ctx between crossings.
 func (l *local) Copy(ctx context.Context, batch []Copy) error {
 	err := context.Cause(ctx)
 	if l.closed.Load() {
@@ -39,44 +50,29 @@ func (l *local) Copy(ctx context.Context, batch []Copy) error {
 		}
 		return err
 	}
-	var total uint64
-	for i := range batch {
-		batch[i].CRC32C, batch[i].Err = 0, l.check(&batch[i])
-		if batch[i].Err == nil {
-			total += batch[i].Length()
-		}
-	}
-	if len(batch) == 0 {
-		return nil
-	}
-	// A thread takes runs of neighbours, so that one crossing carries many small copies.
-	run := max(1, min(int64(len(batch)), localPiece*int64(len(batch))/int64(total+1)))
+	parts, total := l.plan(batch)
 	var next atomic.Int64
-	var cut atomic.Bool
 	work := func() {
 		w := workers.Get().(*worker)
 		defer workers.Put(w)
 		for {
-			end := next.Add(run)
-			first := end - run
-			if first >= int64(len(batch)) {
+			// Neighbours are taken together, so that one crossing carries many small copies.
+			run := localCross * uint64(len(parts)) / (total + 1)
+			end := int(next.Add(int64(max(1, run))))
+			first := end - int(max(1, run))
+			if first >= len(parts) {
 				return
 			}
-			if !w.copy(ctx, l, batch[first:min(end, int64(len(batch)))]) {
-				cut.Store(true)
-			}
+			w.copy(ctx, l, batch, parts[first:min(end, len(parts))])
 		}
 	}
 	var wg sync.WaitGroup
-	for range min(l.threads, int(total/localShare), int((int64(len(batch))+run-1)/run)) - 1 {
+	for range min(l.threads, int(total/localShare), len(parts)) - 1 {
 		wg.Go(work)
 	}
 	work()
 	wg.Wait()
-	if cut.Load() {
-		return context.Cause(ctx)
-	}
-	return nil
+	return conclude(batch, parts)
 }
 
 // Close refuses further copies. Those that run are ended by their context.
@@ -85,19 +81,43 @@ func (l *local) Close() error {
 	return nil
 }
 
-func (l *local) check(c *Copy) error {
+// plan checks the batch and cuts what is good to parts.
+func (l *local) plan(batch []Copy) (parts []part, total uint64) {
+	parts = make([]part, 0, len(batch))
+	for i := range batch {
+		c := &batch[i]
+		length, err := l.check(c)
+		c.CRC32C, c.Err = 0, err
+		if err != nil {
+			continue
+		}
+		total += length
+		p := part{copy: i}
+		for ; length > localPart; length -= localPart {
+			p.length = localPart
+			parts = append(parts, p)
+			p.dst.skip(c.Dst, localPart)
+			p.src.skip(c.Src, localPart)
+		}
+		p.length = length
+		parts = append(parts, p)
+	}
+	return parts, total
+}
+
+func (l *local) check(c *Copy) (length uint64, err error) {
 	to, err := sum(l.dst, c.Dst)
 	if err != nil {
-		return fmt.Errorf("dst: %w", err)
+		return 0, fmt.Errorf("dst: %w", err)
 	}
 	from, err := sum(l.src, c.Src)
 	if err != nil {
-		return fmt.Errorf("src: %w", err)
+		return 0, fmt.Errorf("src: %w", err)
 	}
 	if to != from {
-		return fmt.Errorf("%d bytes to %d: %w", from, to, ErrRange)
+		return 0, fmt.Errorf("%d bytes to %d: %w", from, to, ErrRange)
 	}
-	return nil
+	return to, nil
 }
 
 func sum(m Memory, segments []kvferry.Segment) (uint64, error) {
@@ -111,89 +131,74 @@ func sum(m Memory, segments []kvferry.Segment) (uint64, error) {
 	return n, nil
 }
 
+// conclude puts the parts' outcomes and checksums together. The parts of a copy follow each other.
+func conclude(batch []Copy, parts []part) (err error) {
+	for i := range parts {
+		p := &parts[i]
+		c := &batch[p.copy]
+		switch {
+		case p.err != nil:
+			c.Err, err = p.err, p.err
+		case i > 0 && parts[i-1].copy == p.copy:
+			c.CRC32C = copyshim.Combine(c.CRC32C, p.crc, p.length)
+		default:
+			c.CRC32C = p.crc
+		}
+	}
+	return err
+}
+
 // worker is one thread's scratch: the descriptors of one crossing.
 type worker struct {
 	segments []copyshim.Segment
 	units    []copyshim.Unit
-	owners   []*Copy // of units; a copy that was cut by a piece's end is in several crossings, its CRC carried on
-	bytes    uint64
 }
 
 var workers = sync.Pool{New: func() any { return new(worker) }}
 
-// copy moves the good ones of batch. It answers false when ctx ended first.
-func (w *worker) copy(ctx context.Context, l *local, batch []Copy) bool {
-	to, from := copyshim.Address(l.dst.Bytes), copyshim.Address(l.src.Bytes)
-	for i := range batch {
-		c := &batch[i]
-		if c.Err != nil {
-			continue
+// copy makes parts, in as few crossings as localCross allows.
+func (w *worker) copy(ctx context.Context, l *local, batch []Copy, parts []part) {
+	for len(parts) > 0 {
+		n, bytes := 0, uint64(0)
+		for n < len(parts) && (n == 0 || bytes+parts[n].length <= localCross) {
+			bytes += parts[n].length
+			n++
 		}
-		w.begin(c)
-		var d, s cursor
-		for d.find(c.Dst) && s.find(c.Src) {
-			n := min(d.left(c.Dst), s.left(c.Src), localPiece-w.bytes)
-			w.add(copyshim.Segment{
+		w.cross(ctx, l, batch, parts[:n])
+		parts = parts[n:]
+	}
+}
+
+func (w *worker) cross(ctx context.Context, l *local, batch []Copy, parts []part) {
+	if ctx.Err() != nil {
+		for i := range parts {
+			parts[i].err = context.Cause(ctx)
+		}
+		return
+	}
+	w.segments, w.units = w.segments[:0], w.units[:0]
+	to, from := copyshim.Address(l.dst.Bytes), copyshim.Address(l.src.Bytes)
+	for i := range parts {
+		p := &parts[i]
+		c, before := &batch[p.copy], len(w.segments)
+		d, s := p.dst, p.src
+		for left := p.length; left > 0; {
+			n := min(left, d.left(c.Dst), s.left(c.Src))
+			w.segments = append(w.segments, copyshim.Segment{
 				Dst:    to + uintptr(c.Dst[d.index].Offset+d.offset),
 				Src:    from + uintptr(c.Src[s.index].Offset+s.offset),
 				Length: uintptr(n),
 			})
-			d.offset += n
-			s.offset += n
-			if w.bytes == localPiece && !w.flush(ctx) {
-				w.drop(context.Cause(ctx), batch[i:])
-				return false
-			}
-			if len(w.owners) == 0 {
-				w.begin(c)
-			}
+			d.skip(c.Dst, n)
+			s.skip(c.Src, n)
+			left -= n
 		}
-	}
-	if !w.flush(ctx) {
-		w.drop(context.Cause(ctx), nil)
-		return false
-	}
-	w.owners = w.owners[:0]
-	return true
-}
-
-func (w *worker) begin(c *Copy) {
-	w.units = append(w.units, copyshim.Unit{CRC32C: c.CRC32C})
-	w.owners = append(w.owners, c)
-}
-
-func (w *worker) add(s copyshim.Segment) {
-	w.segments = append(w.segments, s)
-	w.units[len(w.units)-1].Segments++
-	w.bytes += uint64(s.Length)
-}
-
-// flush makes the crossing, unless ctx has ended.
-func (w *worker) flush(ctx context.Context) bool {
-	if ctx.Err() != nil {
-		return false
+		w.units = append(w.units, copyshim.Unit{Segments: uint32(len(w.segments) - before)})
 	}
 	copyshim.Copy(w.segments, w.units, copyshim.NonTemporal)
-	for i, c := range w.owners {
-		c.CRC32C = w.units[i].CRC32C
+	for i := range parts {
+		parts[i].crc = w.units[i].CRC32C
 	}
-	clear(w.owners)
-	w.segments, w.units, w.owners, w.bytes = w.segments[:0], w.units[:0], w.owners[:0], 0
-	return true
-}
-
-// drop marks what was collected and not copied, and the rest of the run.
-func (w *worker) drop(err error, rest []Copy) {
-	for _, c := range w.owners {
-		c.Err = err
-	}
-	for i := range rest {
-		if rest[i].Err == nil {
-			rest[i].Err = err
-		}
-	}
-	clear(w.owners)
-	w.segments, w.units, w.owners, w.bytes = w.segments[:0], w.units[:0], w.owners[:0], 0
 }
 
 // cursor is a place in a list of segments.
@@ -202,12 +207,19 @@ type cursor struct {
 	offset uint64
 }
 
-// find moves on to the next byte there is.
-func (c *cursor) find(list []kvferry.Segment) bool {
-	for c.index < len(list) && c.offset == list[c.index].Length {
+// left is how far the segment goes on from here. Empty segments are passed over.
+func (c *cursor) left(list []kvferry.Segment) uint64 {
+	for c.offset == list[c.index].Length {
 		c.index, c.offset = c.index+1, 0
 	}
-	return c.index < len(list)
+	return list[c.index].Length - c.offset
 }
 
-func (c *cursor) left(list []kvferry.Segment) uint64 { return list[c.index].Length - c.offset }
+// skip goes n bytes on, which must be there.
+func (c *cursor) skip(list []kvferry.Segment, n uint64) {
+	for n > 0 {
+		step := min(n, c.left(list))
+		c.offset += step
+		n -= step
+	}
+}

@@ -93,3 +93,23 @@ func BenchmarkChecksum(b *testing.B) {
 		})
 	}
 }
+
+func TestCombine(t *testing.T) {
+	b := mapped(t, 3<<20)
+	for i := range b {
+		b[i] = byte(i * i >> 3)
+	}
+	whole := crc32.Checksum(b, castagnoli)
+	for _, cut := range []int{0, 1, 7, 4096, 1 << 20, 2<<20 + 13, len(b)} {
+		first, second := crc32.Checksum(b[:cut], castagnoli), crc32.Checksum(b[cut:], castagnoli)
+		if got := Combine(first, second, uint64(len(b)-cut)); got != whole {
+			t.Errorf("cut at %d: %08x, want %08x", cut, got, whole)
+		}
+	}
+}
+
+func BenchmarkCombine(b *testing.B) {
+	for b.Loop() {
+		Combine(0x12345678, 0x9abcdef0, 1<<20)
+	}
+}
