@@ -6,7 +6,6 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/kvferry/kvferry"
 	"github.com/kvferry/kvferry/csrc/copyshim"
 )
 
@@ -28,16 +27,6 @@ func NewLocal(dst, src Memory, threads int) Copier {
 	return &local{dst: dst, src: src, threads: max(1, threads)}
 }
 
-// part is a piece of one copy.
-type part struct {
-	copy   int // in the batch
-	dst    cursor
-	src    cursor
-	length uint64
-	crc    uint32
-	err    error
-}
-
 // Copy is Copier.Copy. It looks at ctx between crossings.
 func (l *local) Copy(ctx context.Context, batch []Copy) error {
 	err := context.Cause(ctx)
@@ -50,7 +39,7 @@ func (l *local) Copy(ctx context.Context, batch []Copy) error {
 		}
 		return err
 	}
-	parts, total := l.plan(batch)
+	parts, total := Cut(batch, l.dst.Region(), l.src.Region(), localPart)
 	var next atomic.Int64
 	work := func() {
 		w := workers.Get().(*worker)
@@ -63,7 +52,7 @@ func (l *local) Copy(ctx context.Context, batch []Copy) error {
 			if first >= len(parts) {
 				return
 			}
-			w.copy(ctx, l, batch, parts[first:min(end, len(parts))])
+			w.copy(ctx, l, parts[first:min(end, len(parts))])
 		}
 	}
 	var wg sync.WaitGroup
@@ -72,80 +61,13 @@ func (l *local) Copy(ctx context.Context, batch []Copy) error {
 	}
 	work()
 	wg.Wait()
-	return conclude(batch, parts)
+	return Join(parts)
 }
 
 // Close refuses further copies. Those that run are ended by their context.
 func (l *local) Close() error {
 	l.closed.Store(true)
 	return nil
-}
-
-// plan checks the batch and cuts what is good to parts.
-func (l *local) plan(batch []Copy) (parts []part, total uint64) {
-	parts = make([]part, 0, len(batch))
-	for i := range batch {
-		c := &batch[i]
-		length, err := l.check(c)
-		c.CRC32C, c.Err = 0, err
-		if err != nil {
-			continue
-		}
-		total += length
-		p := part{copy: i}
-		for ; length > localPart; length -= localPart {
-			p.length = localPart
-			parts = append(parts, p)
-			p.dst.skip(c.Dst, localPart)
-			p.src.skip(c.Src, localPart)
-		}
-		p.length = length
-		parts = append(parts, p)
-	}
-	return parts, total
-}
-
-func (l *local) check(c *Copy) (length uint64, err error) {
-	to, err := sum(l.dst, c.Dst)
-	if err != nil {
-		return 0, fmt.Errorf("dst: %w", err)
-	}
-	from, err := sum(l.src, c.Src)
-	if err != nil {
-		return 0, fmt.Errorf("src: %w", err)
-	}
-	if to != from {
-		return 0, fmt.Errorf("%d bytes to %d: %w", from, to, ErrRange)
-	}
-	return to, nil
-}
-
-func sum(m Memory, segments []kvferry.Segment) (uint64, error) {
-	var n uint64
-	for _, s := range segments {
-		if _, err := m.Slice(s); err != nil {
-			return 0, fmt.Errorf("%d+%d: %w", s.Offset, s.Length, err)
-		}
-		n += s.Length
-	}
-	return n, nil
-}
-
-// conclude puts the parts' outcomes and checksums together. The parts of a copy follow each other.
-func conclude(batch []Copy, parts []part) (err error) {
-	for i := range parts {
-		p := &parts[i]
-		c := &batch[p.copy]
-		switch {
-		case p.err != nil:
-			c.Err, err = p.err, p.err
-		case i > 0 && parts[i-1].copy == p.copy:
-			c.CRC32C = copyshim.Combine(c.CRC32C, p.crc, p.length)
-		default:
-			c.CRC32C = p.crc
-		}
-	}
-	return err
 }
 
 // worker is one thread's scratch: the descriptors of one crossing.
@@ -157,22 +79,22 @@ type worker struct {
 var workers = sync.Pool{New: func() any { return new(worker) }}
 
 // copy makes parts, in as few crossings as localCross allows.
-func (w *worker) copy(ctx context.Context, l *local, batch []Copy, parts []part) {
+func (w *worker) copy(ctx context.Context, l *local, parts []Part) {
 	for len(parts) > 0 {
 		n, bytes := 0, uint64(0)
-		for n < len(parts) && (n == 0 || bytes+parts[n].length <= localCross) {
-			bytes += parts[n].length
+		for n < len(parts) && (n == 0 || bytes+parts[n].Length <= localCross) {
+			bytes += parts[n].Length
 			n++
 		}
-		w.cross(ctx, l, batch, parts[:n])
+		w.cross(ctx, l, parts[:n])
 		parts = parts[n:]
 	}
 }
 
-func (w *worker) cross(ctx context.Context, l *local, batch []Copy, parts []part) {
+func (w *worker) cross(ctx context.Context, l *local, parts []Part) {
 	if ctx.Err() != nil {
 		for i := range parts {
-			parts[i].err = context.Cause(ctx)
+			parts[i].Err = context.Cause(ctx)
 		}
 		return
 	}
@@ -180,46 +102,23 @@ func (w *worker) cross(ctx context.Context, l *local, batch []Copy, parts []part
 	to, from := copyshim.Address(l.dst.Bytes), copyshim.Address(l.src.Bytes)
 	for i := range parts {
 		p := &parts[i]
-		c, before := &batch[p.copy], len(w.segments)
-		d, s := p.dst, p.src
-		for left := p.length; left > 0; {
-			n := min(left, d.left(c.Dst), s.left(c.Src))
+		c, before := p.Copy, len(w.segments)
+		d, s := p.Dst, p.Src
+		for left := p.Length; left > 0; {
+			n := min(left, d.Left(c.Dst), s.Left(c.Src))
 			w.segments = append(w.segments, copyshim.Segment{
-				Dst:    to + uintptr(c.Dst[d.index].Offset+d.offset),
-				Src:    from + uintptr(c.Src[s.index].Offset+s.offset),
+				Dst:    to + uintptr(c.Dst[d.Index].Offset+d.Offset),
+				Src:    from + uintptr(c.Src[s.Index].Offset+s.Offset),
 				Length: uintptr(n),
 			})
-			d.skip(c.Dst, n)
-			s.skip(c.Src, n)
+			d.Skip(c.Dst, n)
+			s.Skip(c.Src, n)
 			left -= n
 		}
 		w.units = append(w.units, copyshim.Unit{Segments: uint32(len(w.segments) - before)})
 	}
 	copyshim.Copy(w.segments, w.units, copyshim.NonTemporal)
 	for i := range parts {
-		parts[i].crc = w.units[i].CRC32C
-	}
-}
-
-// cursor is a place in a list of segments.
-type cursor struct {
-	index  int
-	offset uint64
-}
-
-// left is how far the segment goes on from here. Empty segments are passed over.
-func (c *cursor) left(list []kvferry.Segment) uint64 {
-	for c.offset == list[c.index].Length {
-		c.index, c.offset = c.index+1, 0
-	}
-	return list[c.index].Length - c.offset
-}
-
-// skip goes n bytes on, which must be there.
-func (c *cursor) skip(list []kvferry.Segment, n uint64) {
-	for n > 0 {
-		step := min(n, c.left(list))
-		c.offset += step
-		n -= step
+		parts[i].CRC32C = w.units[i].CRC32C
 	}
 }

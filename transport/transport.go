@@ -65,3 +65,6 @@ func (m Memory) Slice(s kvferry.Segment) ([]byte, error) {
 	}
 	return m.Bytes[s.Offset : s.Offset+s.Length : s.Offset+s.Length], nil
 }
+
+// Region is m without its bytes.
+func (m Memory) Region() kvferry.Region { return kvferry.Region{ID: m.ID, Bytes: uint64(len(m.Bytes))} }

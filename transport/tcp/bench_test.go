@@ -34,7 +34,7 @@ func BenchmarkRatio(b *testing.B) {
 				address, _ := serve(b, &Server{Grants: &grants{memory: src.Bytes}})
 				link := NewLink(address, testEpoch, Options{Lanes: lanes})
 				defer link.Close()
-				c := link.Copier(testKey, region(src), dst)
+				c := link.Copier(testKey, src.Region(), dst)
 				var ours []time.Duration
 				theirs := map[int][]time.Duration{}
 				at := 0
@@ -126,7 +126,7 @@ func BenchmarkOneBlock(b *testing.B) {
 			at := uint64(0)
 			b.SetBytes(int64(each))
 			for b.Loop() {
-				c := link.Copier(testKey, region(src), dst)
+				c := link.Copier(testKey, src.Region(), dst)
 				batch := []transport.Copy{{
 					Dst: []kvferry.Segment{{Region: 1, Offset: at, Length: each}},
 					Src: []kvferry.Segment{{Region: 2, Offset: at, Length: each}},

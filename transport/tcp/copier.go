@@ -3,7 +3,6 @@ package tcp
 import (
 	"context"
 	"errors"
-	"fmt"
 	"sync"
 	"sync/atomic"
 
@@ -12,7 +11,8 @@ import (
 )
 
 const (
-	laneShare    = 2 << 20   // bytes that make a lane of its own worth while
+	partSize     = 1 << 20   // larger copies are cut, so that several lanes can have a share
+	laneShare    = 1 << 20   // bytes that make a lane of its own worth while
 	aheadMax     = 4 << 20   // payload that a lane asks for ahead: the server shall never wait for a request
 	aheadMin     = 512 << 10 // the same at the end of a batch, so that all lanes end together
 	togetherMost = 512 << 10 // payload that small copies make up one request to
@@ -29,10 +29,10 @@ type copier struct {
 
 var _ transport.Copier = (*copier)(nil)
 
-// errUntried marks a copy that no lane has finished or failed yet; it never leaves this file.
+// errUntried marks a part that no lane has finished or failed yet; it never leaves the package.
 var errUntried = errors.New("untried")
 
-// Copy spreads the batch over lanes, each copy as a whole on one. A lane that breaks fails the copies that were on it, and the others take the rest.
+// Copy spreads the batch over lanes. A lane that breaks fails the copies that were on it, and the others take the rest.
 func (c *copier) Copy(ctx context.Context, batch []transport.Copy) error {
 	if err := c.ready(ctx); err != nil {
 		for i := range batch {
@@ -40,20 +40,24 @@ func (c *copier) Copy(ctx context.Context, batch []transport.Copy) error {
 		}
 		return err
 	}
-	jobs, total := c.plan(batch)
+	parts, total := transport.Cut(batch, c.dst.Region(), c.src, partSize)
+	jobs := make([]job, 0, len(parts))
+	for i := range parts {
+		if parts[i].Length > 0 {
+			jobs = append(jobs, newJob(&parts[i]))
+		}
+	}
 	if len(jobs) == 0 {
 		return nil
 	}
 	good, err := c.spread(ctx, jobs, total)
 	short := !good
-	for i := range jobs {
-		p := jobs[i].copy
-		if p.Err == errUntried {
-			p.Err, short = err, true
+	for i := range parts {
+		if parts[i].Err == errUntried {
+			parts[i].Err, short = err, true
 		}
-		short = short || (p.Err != nil && ctx.Err() != nil)
 	}
-	if short {
+	if transport.Join(parts) != nil && (short || ctx.Err() != nil) {
 		return err
 	}
 	return nil
@@ -73,43 +77,6 @@ func (c *copier) ready(ctx context.Context) error {
 		return context.Cause(ctx)
 	}
 	return nil
-}
-
-// plan checks every copy and makes jobs of those that can be tried.
-func (c *copier) plan(batch []transport.Copy) (jobs []job, total uint64) {
-	jobs = make([]job, 0, len(batch))
-	for i := range batch {
-		p := &batch[i]
-		length, err := c.check(p)
-		p.CRC32C, p.Err = 0, err
-		if err != nil || length == 0 {
-			continue
-		}
-		p.Err = errUntried
-		jobs = append(jobs, newJob(p, length))
-		total += length
-	}
-	return jobs, total
-}
-
-func (c *copier) check(p *transport.Copy) (length uint64, err error) {
-	var to, from uint64
-	for _, s := range p.Dst {
-		if _, err := c.dst.Slice(s); err != nil {
-			return 0, fmt.Errorf("dst %d+%d: %w", s.Offset, s.Length, err)
-		}
-		to += s.Length
-	}
-	for _, s := range p.Src {
-		if s.Region != c.src.ID || s.Offset > c.src.Bytes || s.Length > c.src.Bytes-s.Offset {
-			return 0, fmt.Errorf("src %d+%d: %w", s.Offset, s.Length, transport.ErrRange)
-		}
-		from += s.Length
-	}
-	if to != from {
-		return 0, fmt.Errorf("%d bytes to %d: %w", from, to, transport.ErrRange)
-	}
-	return to, nil
 }
 
 // queue gives each job to one lane. Each lane has its own, with the same jobs and shared state.
@@ -199,8 +166,8 @@ func (c *copier) work(ctx context.Context, q queue, wait bool) error {
 
 func fail(jobs []*job, err error) {
 	for _, j := range jobs {
-		if j.copy.Err == errUntried {
-			j.copy.Err = err
+		if j.Err == errUntried {
+			j.Err = err
 		}
 	}
 }

@@ -7,49 +7,38 @@ import (
 	"github.com/kvferry/kvferry/transport"
 )
 
-// job is one Copy on its way. It belongs to one lane at a time, so that its bytes come in order.
+// job is a part of a Copy on its way. It belongs to one lane at a time, so that its bytes come in order.
 type job struct {
-	copy      *transport.Copy
-	src, dst  cursor
+	*transport.Part
+	src, dst  transport.Cursor
 	remaining uint64 // not asked for yet
 	open      int    // requests under way
 	crc       uint32
-	alone     bool // shares no request with others: it is large, or a request that it shared was refused
-	refused   bool
+	alone     bool // shares no request with others: it has many segments, or a request that it shared was refused
 }
 
-// cursor is a place in a list of segments.
-type cursor struct {
-	index  int
-	offset uint64
-}
-
-func newJob(c *transport.Copy, length uint64) job {
-	return job{copy: c, remaining: length, alone: len(c.Src) > rangesMax/2}
+func newJob(p *transport.Part) job {
+	p.Err = errUntried
+	return job{Part: p, src: p.Src, dst: p.Dst, remaining: p.Length, alone: len(p.Copy.Src) > rangesMax/2}
 }
 
 // again puts j back to its beginning.
 func (j *job) again() {
 	alone := j.alone
-	*j = newJob(j.copy, j.copy.Length())
+	*j = newJob(j.Part)
 	j.alone = alone
 }
 
 func (j *job) asked() bool { return j.remaining == 0 }
 
-// next adds the part of Src that the next request asks for to spans.
+// next adds the spans that the next request asks for.
 func (j *job) next(spans []span) ([]span, uint64) {
 	var total uint64
-	for j.remaining > 0 && total < payloadMax && len(spans) < rangesMax {
-		s := j.copy.Src[j.src.index]
-		take := min(s.Length-j.src.offset, payloadMax-total)
-		if take > 0 {
-			spans = append(spans, span{s.Offset + j.src.offset, take})
-		}
-		j.src.offset += take
-		if j.src.offset == s.Length {
-			j.src = cursor{index: j.src.index + 1}
-		}
+	for j.remaining > 0 && len(spans) < rangesMax {
+		list := j.Copy.Src
+		take := min(j.src.Left(list), j.remaining)
+		spans = append(spans, span{list[j.src.Index].Offset + j.src.Offset, take})
+		j.src.Skip(list, take)
 		total += take
 		j.remaining -= take
 	}
@@ -58,27 +47,24 @@ func (j *job) next(spans []span) ([]span, uint64) {
 
 // arrived continues the CRC over b, which is where the cursor stands.
 func (j *job) arrived(b []byte) {
-	for j.dst.offset == j.copy.Dst[j.dst.index].Length {
-		j.dst = cursor{index: j.dst.index + 1}
-	}
 	j.crc = copyshim.Checksum(j.crc, b)
-	j.dst.offset += uint64(len(b))
+	j.dst.Skip(j.Copy.Dst, uint64(len(b)))
 }
 
 func (j *job) refuse(s status) {
-	j.refused, j.remaining = true, 0
+	j.remaining = 0
 	sentinel := transport.ErrRefused
 	if s == statusDown || s == statusExhausted {
 		sentinel = transport.ErrLink
 	}
-	j.copy.Err = fmt.Errorf("%w: %v", sentinel, s)
+	j.Err = fmt.Errorf("%w: %v", sentinel, s)
 }
 
 // closed is called for every part that has come.
 func (j *job) closed() {
 	j.open--
-	if j.open == 0 && j.asked() && !j.refused {
-		j.copy.CRC32C, j.copy.Err = j.crc, nil
+	if j.open == 0 && j.asked() && j.Err == errUntried {
+		j.CRC32C, j.Err = j.crc, nil
 	}
 }
 
@@ -100,20 +86,17 @@ type part struct {
 func (p *piece) rooms(dst transport.Memory, list [][]byte) ([][]byte, int) {
 	total := uint64(0)
 	for _, part := range p.parts[p.at:] {
-		c, left := part.job.dst, part.left
-		for left > 0 {
-			s := part.job.copy.Dst[c.index]
-			n := min(left, s.Length-c.offset, chunkSize-total)
-			if n > 0 {
-				at := s.Offset + c.offset
-				list = append(list, dst.Bytes[at:at+n])
-				total += n
-			}
+		segments, c := part.job.Copy.Dst, part.job.dst
+		for left := part.left; left > 0; {
+			n := min(left, c.Left(segments), chunkSize-total)
+			at := segments[c.Index].Offset + c.Offset
+			list = append(list, dst.Bytes[at:at+n])
+			total += n
 			if total == chunkSize || len(list) == roomsMax-1 {
 				return list, int(total)
 			}
+			c.Skip(segments, n)
 			left -= n
-			c = cursor{index: c.index + 1}
 		}
 	}
 	return list, int(total)

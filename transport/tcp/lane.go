@@ -135,7 +135,7 @@ func (n *lane) compose(q *queue) (p piece) {
 			n.current = n.begin(q)
 		}
 		j := n.current
-		if j == nil || (len(p.parts) > 0 && (j.alone || p.length+j.remaining > togetherMost || len(n.spans)+len(j.copy.Src) > rangesMax)) {
+		if j == nil || (len(p.parts) > 0 && (j.alone || p.length+j.remaining > togetherMost || len(n.spans)+len(j.Copy.Src) > rangesMax)) {
 			return p
 		}
 		var length uint64

@@ -39,7 +39,7 @@ func TestLinkSurvivesRestart(t *testing.T) {
 	stop := serveOn(t, &Server{Grants: &grants{memory: src.Bytes}}, listener)
 	link := NewLink(address, testEpoch, Options{})
 	defer link.Close()
-	c := link.Copier(testKey, region(src), dst)
+	c := link.Copier(testKey, src.Region(), dst)
 	for round := range 3 {
 		batch := copies(16, 1<<20)
 		if err := c.Copy(t.Context(), batch); err != nil {
@@ -120,7 +120,7 @@ func TestLinkNoticesBadServers(t *testing.T) {
 			link := NewLink(puppet(t, play), testEpoch, Options{Stall: 100 * time.Millisecond})
 			defer link.Close()
 			batch := copies(1, 1000)
-			if err := link.Copier(testKey, region(src), dst).Copy(t.Context(), batch); !errors.Is(err, transport.ErrLink) || !errors.Is(batch[0].Err, transport.ErrLink) {
+			if err := link.Copier(testKey, src.Region(), dst).Copy(t.Context(), batch); !errors.Is(err, transport.ErrLink) || !errors.Is(batch[0].Err, transport.ErrLink) {
 				t.Errorf("%v; %v", err, batch[0].Err)
 			}
 			if len(link.idle) != 0 || len(link.busy) != 0 {
@@ -150,7 +150,7 @@ func TestLaneDiesAlone(t *testing.T) {
 	link := NewLink(address, testEpoch, Options{})
 	defer link.Close()
 	batch := copies(512, 64<<10)
-	if err := link.Copier(testKey, region(src), dst).Copy(t.Context(), batch); err != nil {
+	if err := link.Copier(testKey, src.Region(), dst).Copy(t.Context(), batch); err != nil {
 		t.Error("one lane was good:", err)
 	}
 	failed := 0
@@ -177,7 +177,7 @@ func TestCopyKeepsDeadline(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
 	batch := copies(4, 1000)
-	if err := link.Copier(testKey, region(src), dst).Copy(ctx, batch); !errors.Is(err, context.DeadlineExceeded) || !errors.Is(batch[3].Err, context.DeadlineExceeded) {
+	if err := link.Copier(testKey, src.Region(), dst).Copy(ctx, batch); !errors.Is(err, context.DeadlineExceeded) || !errors.Is(batch[3].Err, context.DeadlineExceeded) {
 		t.Errorf("%v; %v", err, batch[3].Err)
 	}
 }
@@ -190,7 +190,7 @@ func TestLanesAreBounded(t *testing.T) {
 		arrived <- struct{}{}
 		_, _ = io.Copy(io.Discard, conn)
 	}), testEpoch, Options{Lanes: 1, LanesMax: 1, Stall: time.Minute})
-	c := link.Copier(testKey, region(src), dst)
+	c := link.Copier(testKey, src.Region(), dst)
 	first := make(chan error, 1)
 	go func() { first <- c.Copy(t.Context(), copies(1, 1000)) }()
 	<-arrived

@@ -161,7 +161,7 @@ func TestRefusals(t *testing.T) {
 			Src: []kvferry.Segment{{Region: 2, Offset: from, Length: 64 << 10}},
 		}
 	}
-	if err := link.Copier(testKey, region(src), dst).Copy(t.Context(), batch); err != nil {
+	if err := link.Copier(testKey, src.Region(), dst).Copy(t.Context(), batch); err != nil {
 		t.Error(err)
 	}
 	for i, c := range batch {
@@ -179,15 +179,15 @@ func TestRefusals(t *testing.T) {
 		_ = c.Copy(t.Context(), b)
 		return b[0].Err
 	}
-	if err := one(link.Copier([16]byte{9}, region(src), dst)); !errors.Is(err, transport.ErrRefused) {
+	if err := one(link.Copier([16]byte{9}, src.Region(), dst)); !errors.Is(err, transport.ErrRefused) {
 		t.Error("other key:", err)
 	}
 	other := NewLink(address, kvferry.Epoch{9}, Options{})
 	defer other.Close()
-	if err := one(other.Copier(testKey, region(src), dst)); !errors.Is(err, transport.ErrRefused) {
+	if err := one(other.Copier(testKey, src.Region(), dst)); !errors.Is(err, transport.ErrRefused) {
 		t.Error("other epoch:", err)
 	}
-	if err := one(link.Copier(testKey, region(src), dst)); err != nil {
+	if err := one(link.Copier(testKey, src.Region(), dst)); err != nil {
 		t.Error("afterwards:", err)
 	}
 	if n := len(link.idle); n != 1 && n != 2 {
@@ -201,7 +201,7 @@ func TestServerDown(t *testing.T) {
 	link := NewLink(address, testEpoch, Options{})
 	defer link.Close()
 	batch := []transport.Copy{{Dst: []kvferry.Segment{{Region: 2, Length: 10}}, Src: []kvferry.Segment{{Region: 2, Offset: 100, Length: 10}}}}
-	_ = link.Copier(testKey, region(src), src).Copy(t.Context(), batch)
+	_ = link.Copier(testKey, src.Region(), src).Copy(t.Context(), batch)
 	if !errors.Is(batch[0].Err, transport.ErrLink) {
 		t.Error(batch[0].Err)
 	}

@@ -76,15 +76,11 @@ func serveOn(t testing.TB, s *Server, l net.Listener) (stop func()) {
 	return stop
 }
 
-func region(m transport.Memory) kvferry.Region {
-	return kvferry.Region{ID: m.ID, Bytes: uint64(len(m.Bytes))}
-}
-
 func TestConformance(t *testing.T) {
 	transporttest.Run(t, func(t *testing.T, dst, src transport.Memory) transport.Copier {
 		address, _ := serve(t, &Server{Grants: &grants{memory: src.Bytes}})
 		link := NewLink(address, testEpoch, Options{})
 		t.Cleanup(func() { _ = link.Close() })
-		return link.Copier(testKey, region(src), dst)
+		return link.Copier(testKey, src.Region(), dst)
 	})
 }

@@ -120,7 +120,7 @@ func cutDifferently(b *bench) {
 	var batch []transport.Copy
 	at := uint64(0)
 	for _, pieces := range []int{1, 2, 7, 100, 1500} {
-		const total = 1 << 20
+		const total = 3<<20 + 12345
 		cut := func(n int, segment func(off, n uint64) kvferry.Segment) (list []kvferry.Segment) {
 			for off := uint64(0); off < total; {
 				take := min(total-off, uint64(random.IntN(2*total/n)+1))
