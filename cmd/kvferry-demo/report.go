@@ -53,8 +53,7 @@ func (s *stage) report(ctx context.Context, took time.Duration) error {
 // commands tells how to look further.
 func (s *stage) commands() {
 	if !s.keep {
-		fmt.Fprintln(s.out, "\nTo look into it, leave it running: make demo KEEP=1, and then, in another terminal, for example:")
-		fmt.Fprintln(s.out, "  bin/kvferry --socket DIR/a/sockets/admin.sock status        (the last lines will give the paths)")
+		fmt.Fprintln(s.out, "\nTo look further: make demo KEEP=1 leaves all of it running and prints the commands, such as kvferry status, workers, spaces, blocks and offers.")
 		return
 	}
 	cli := filepath.Join(filepath.Dir(s.daemon), "kvferry")

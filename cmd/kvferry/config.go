@@ -36,6 +36,7 @@ func (a *app) version() *cobra.Command {
 		RunE: func(c *cobra.Command, _ []string) error {
 			r, err := ask(c.Context(), a, kvferryv1.AdminClient.Version, &kvferryv1.VersionRequest{})
 			if err != nil {
+				fmt.Fprintln(a.err, "command", a.build) // the daemon need not be there for that
 				return err
 			}
 			return a.show(r, func(w io.Writer) error {

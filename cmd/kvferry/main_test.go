@@ -96,6 +96,8 @@ func TestDown(t *testing.T) {
 	dir := t.TempDir()
 	golden(t, "down_missing", kvferry(t, filepath.Join(dir, "no.sock"), "status"))
 
+	golden(t, "down_version", kvferry(t, filepath.Join(dir, "no.sock"), "version"))
+
 	left := filepath.Join(dir, "left.sock")
 	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: left, Net: "unix"})
 	if err != nil {

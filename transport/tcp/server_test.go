@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"testing"
 	"time"
 
@@ -205,4 +206,34 @@ func TestServerDown(t *testing.T) {
 	if !errors.Is(batch[0].Err, transport.ErrLink) {
 		t.Error(batch[0].Err)
 	}
+}
+
+// FuzzServe feeds a connection with anything: the server must come to its end and hold nothing.
+func FuzzServe(f *testing.F) {
+	preface := appendPreface(nil, testEpoch)
+	good := appendRequest(nil, &request{id: 1, key: testKey, spans: []span{{0, 10}, {500, 1000}}})
+	other := appendRequest(nil, &request{id: 2, key: [16]byte{1}, spans: []span{{0, 10}}})
+	f.Add(slices.Concat(preface, good, other, good))
+	f.Add(slices.Concat(preface, good[:20]))
+	f.Add(slices.Concat(preface, good, []byte("KVRQ\x01\x00\x00\x00")))
+	f.Add([]byte("GET / HTTP/1.1\r\n\r\n"))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		g := &grants{memory: make([]byte, 4096)}
+		s := (&Server{Grants: g}).defaults()
+		near, far := net.Pipe()
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			s.serve(t.Context(), far)
+		}()
+		go func() {
+			_, _ = near.Write(b)
+			_ = near.Close()
+		}()
+		_, _ = io.Copy(io.Discard, near)
+		<-done
+		if g.held.Load() != 0 {
+			t.Fatal("a grant is held")
+		}
+	})
 }
