@@ -16,6 +16,7 @@ import grpc
 from kvferry import wire
 from kvferry.attachment import Attachment
 from kvferry.memory import exchange_descriptors
+from kvferry.threads import start_thread
 from kvferry.v1 import engine_pb2 as pb
 from kvferry.v1 import engine_pb2_grpc
 
@@ -60,10 +61,10 @@ class Session:
         self._closed = threading.Event()
         self._complained = False
         self.attachment: Attachment | None = None
-        self._thread = threading.Thread(target=self._run, name="kvferry-session", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._thread.start()
+        self._thread = start_thread("kvferry-session", self._run)
 
     def close(self, timeout_s: float = 2.0) -> None:
         self._closed.set()
@@ -71,7 +72,7 @@ class Session:
             call = self._call
         if call is not None:
             call.cancel()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
     def space_id(self, weights_generation: str) -> tuple[Attachment, bytes] | None:

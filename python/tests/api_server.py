@@ -10,7 +10,7 @@ import time
 import urllib.request
 
 from daemon import free_port, wait_for
-from engine import ENVIRONMENT
+from engine import ENVIRONMENT, PATIENT
 
 START_TIMEOUT_S = 240
 
@@ -30,7 +30,7 @@ class ApiServer:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = directory / f"api-{self.port}.log"
-        transfer = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}
+        transfer = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both", "kv_connector_extra_config": PATIENT}
         command = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(self.port), "--host", "127.0.0.1"),
             *("--enforce-eager", "--dtype", "float32", "--max-num-seqs", "1", "--prefix-caching-hash-algo", "sha256_cbor"),

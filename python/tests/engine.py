@@ -12,6 +12,8 @@ import subprocess
 import sys
 import time
 
+# On a busy machine the defaults are sometimes too short, and then a prompt is computed: right, but not what a test wants to see.
+PATIENT = {"match_wait_ms": 10000, "match_timeout_ms": 10000, "load_timeout_ms": 30000, "hold_ms": 20000}
 START_TIMEOUT_S = 180.0
 CALL_TIMEOUT_S = 120.0
 
@@ -53,7 +55,7 @@ class Engine:
             llm["kv_transfer_config"] = {
                 "kv_connector": "KVFerryConnector",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": connector or {},
+                "kv_connector_extra_config": {**PATIENT, **(connector or {})},
             }
         env = {**os.environ, **ENVIRONMENT, **dict(environment)}
         if daemon is not None:

@@ -16,6 +16,7 @@ from kvferry.v1 import engine_pb2 as pb
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
+AS_USERS_HAVE_IT = {"match_wait_ms": 20, "match_timeout_ms": 1000, "load_timeout_ms": 5000, "hold_ms": 2000}
 # A step of the tiny model takes a tenth of a second; one that waited for a daemon would take much longer.
 STEP_S_MAX = 2.0
 
@@ -34,7 +35,7 @@ def finished(engine: Engine, number: int, prefix: str = "r") -> tuple[list[list[
 
 def test_daemon_frozen_for_20_s(model, reference, daemon, tmp_path):
     first, second = prompts(20), prompts(21)
-    with Engine(model, tmp_path, daemon) as engine:
+    with Engine(model, tmp_path, daemon, AS_USERS_HAVE_IT) as engine:
         engine.run("wait_attached")
         engine.generate(first)
         engine.run("wait_stored")
@@ -130,8 +131,8 @@ def test_prefill_daemon_killed_before_and_during_the_fetch(model, reference, tmp
         out, longest = finished(d, 1)
         assert out == reference(asked[:1])
         assert longest < STEP_S_MAX
-        # The load's own deadline is 5 s: the failure was known before.
-        assert time.monotonic() - began < 3
+        # The load's own deadline is 30 s: the failure was known before.
+        assert time.monotonic() - began < 5
         answer = d.generate([asked[1]], params=before)
         assert tokens(answer) == reference([asked[1]])
         # The prefill engine goes on alone, and a ticket of the old epoch is worth nothing at the new one.

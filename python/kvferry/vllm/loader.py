@@ -9,10 +9,11 @@ import queue
 import time
 from array import array
 from collections.abc import Callable
-from threading import Lock, Thread
+from threading import Condition
 
 from kvferry import _native, wire
 from kvferry.attachment import Attachment, Operation, Refusal
+from kvferry.threads import start_thread
 from kvferry.v1 import engine_pb2 as pb
 from kvferry.vllm.layout import KVMemory, pack
 from kvferry.vllm.meta import LoadJob
@@ -52,18 +53,26 @@ class Loader:
         self._log = log
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loads: dict[str, _Load] = {}  # the thread's own
-        self._lock = Lock()  # guards _ended and _bad
+        self._lock = Condition()  # guards what follows
+        self._open = 0  # loads that were begun and not reported
         self._ended: set[str] = set()
         self._bad: set[int] = set()
-        self._thread = Thread(target=self._run, name="kvferry-loader", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("kvferry-loader", self._run)
 
     def begin(self, job: LoadJob, target: tuple[Attachment, bytes] | None) -> None:
         """Starts a load; target is None where no daemon is attached. It is told as ended in any case, once."""
+        with self._lock:
+            self._open += 1
         self._events.put(lambda: self._begin(job, target))
 
     def cancel(self, request_id: str) -> None:
         self._events.put(lambda: self._fail_rest(request_id, "cancelled"))
+
+    def wait(self, timeout_s: float) -> None:
+        """Gives the interpreter's lock to this thread where a load is under way, until one ends."""
+        with self._lock:
+            if self._open and not self._ended:
+                self._lock.wait(timeout_s)
 
     def take_ended(self) -> tuple[set[str], set[int]]:
         """Requests whose load has ended since the last call, and the block ids of theirs that were not loaded."""
@@ -222,3 +231,5 @@ class Loader:
         with self._lock:
             self._bad.update(load.job.block_ids[i] for i in load.failed)
             self._ended.add(load.job.request_id)
+            self._open -= 1
+            self._lock.notify()

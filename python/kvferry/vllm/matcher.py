@@ -2,11 +2,11 @@
 
 import queue
 import time
-from threading import Thread
 
 import grpc
 
 from kvferry.session import Session
+from kvferry.threads import start_thread
 from kvferry.v1 import engine_pb2 as pb
 from kvferry.vllm.config import Config
 from kvferry.vllm.metrics import Tallies
@@ -39,7 +39,7 @@ class Matcher:
         self._tallies = tallies
         self._silent = False  # the last answer did not come in time: nobody waits for the next
         self._questions: queue.SimpleQueue[tuple[Match, list[bytes]] | None] = queue.SimpleQueue()
-        Thread(target=self._run, name="kvferry-match", daemon=True).start()
+        start_thread("kvferry-match", self._run)
 
     def ask(self, request_id: str, hashes: list[bytes], generation: str) -> Match | None:
         """None where nothing can be found."""

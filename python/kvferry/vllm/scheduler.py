@@ -145,6 +145,7 @@ class Scheduler:
         self._release_leases()
         meta, self._meta = self._meta, StepMeta(self._generation)
         meta.weights_generation = self._generation
+        meta.idle = output.total_num_scheduled_tokens == 0
         return meta
 
     def _store_finished(self, state: _Request, block_ids: list[int], tokens: int) -> None:

@@ -19,6 +19,8 @@ from kvferry.vllm.meta import RankMeta, StepMeta, StoreJob
 from kvferry.vllm.metrics import Stats, Tallies
 
 _REGION = 1
+# vLLM's own pause after a step without work is a millisecond.
+IDLE_WAIT_S = 0.0005
 
 
 @dataclass
@@ -93,6 +95,9 @@ class Worker:
             self._loader.begin(job, target)
         for request_id in meta.cancels:
             self._loader.cancel(request_id)
+        if meta.idle:
+            # The engine turns without work until a load ends; that goes faster when it does not hold the interpreter's lock.
+            self._loader.wait(IDLE_WAIT_S)
 
     def start_stores(self, meta: StepMeta) -> None:
         """The step's forward pass is complete: blocks that it finished may be read."""
