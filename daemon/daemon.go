@@ -255,13 +255,14 @@ func (d *Daemon) Failed() <-chan error { return d.failed }
 
 // timers lets leases, pins, claims and offers end at their time. Holds are checked again by their users, so a tick late is only room that stays taken a little longer.
 func (d *Daemon) timers() error {
-	const tick = 50 * time.Millisecond
-	t := time.NewTicker(tick)
-	defer t.Stop()
+	holds, offers := time.NewTicker(50*time.Millisecond), time.NewTicker(250*time.Millisecond)
+	defer holds.Stop()
+	defer offers.Stop()
 	for {
 		select {
-		case now := <-t.C:
+		case now := <-holds.C:
 			d.ledger.Expire(now)
+		case now := <-offers.C: // goes over all of them
 			d.registry.Expire(now)
 			d.fetcher.Forget(now)
 		case <-d.ctx.Done():

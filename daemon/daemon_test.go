@@ -565,3 +565,31 @@ func TestSessionsOfDeadProcessesGo(t *testing.T) {
 		t.Error("took too long")
 	}
 }
+
+// A handoff of which the beginning is here already keeps the chain whole: parents are those of the prefill side.
+func TestHandoffOfTheRestKeepsTheChain(t *testing.T) {
+	a, b := newNode(t), newNode(t)
+	s, m := a.attach(worker)
+	sched, _ := a.attach(scheduler)
+	hashes, parents := prompt(12, 3)
+	store(t, s, m, 0, hashes, parents)
+	d, dm := b.attach(worker, func(c *standin.Config) { c.Instance = "decode" })
+	store(t, d, dm, 0, hashes[:5], parents[:5])
+	ticket, err := sched.Offer("r", hashes, 12*16, 60_000)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := load(t, d, dm, 100, hashes, ticket); got.Loaded != 12 {
+		t.Fatalf("handed over %+v", got)
+	}
+	views, _ := b.ledger.Blocks(time.Now(), nil, nil, 100)
+	byHash := map[kvferry.Hash]kvferry.Hash{}
+	for _, v := range views {
+		byHash[v.Hash] = v.Parent
+	}
+	for i, h := range hashes {
+		if byHash[h] != parents[i] {
+			t.Errorf("block %d has parent %v, want %v", i, byHash[h], parents[i])
+		}
+	}
+}

@@ -79,3 +79,18 @@ func (l *Ledger) Await(space SpaceRef, shard uint16, hashes []byte) (states []Sl
 	}
 	return states, l.changed
 }
+
+// Parents is the packed list of what comes before each of these blocks in its chain; zero where nothing does or it is not known.
+func (l *Ledger) Parents(space SpaceRef, hashes []byte) []byte {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	out := make([]byte, len(hashes))
+	for i := 0; i < len(hashes); i += kvferry.HashSize {
+		if id := l.index.find(space, (*kvferry.Hash)(hashes[i:])); id != 0 {
+			if p := l.recs.at(id).parent; p != 0 {
+				copy(out[i:], l.recs.at(p).hash[:])
+			}
+		}
+	}
+	return out
+}

@@ -43,6 +43,7 @@ type ClaimAnswer struct {
 	Status      []ClaimStatus
 	Offsets     []uint64
 	CRC32C      []uint32
+	Parents     []byte // packed; nil: not told
 	ShardBytes  uint64
 	Lease       time.Duration
 }
@@ -200,7 +201,7 @@ func (r *Registry) pin(q ClaimRequest, o *offer, ref tiers.SpaceRef, shape tiers
 	n := len(res.Places)
 	a := ClaimAnswer{
 		Epoch: r.cfg.Epoch, DataAddress: r.cfg.DataAddress, Key: c.key, Status: make([]ClaimStatus, n), Offsets: make([]uint64, n), CRC32C: make([]uint32, n),
-		ShardBytes: shape.ShardBytes, Lease: r.cfg.Limits.ClaimLease,
+		ShardBytes: shape.ShardBytes, Lease: r.cfg.Limits.ClaimLease, Parents: r.cfg.Ledger.Parents(ref, q.Hashes),
 	}
 	late := !o.made.Add(r.cfg.Limits.StoreWait).After(now)
 	for i, p := range res.Places {

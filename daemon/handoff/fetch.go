@@ -214,8 +214,8 @@ func (f *Fetcher) read(ctx context.Context, p *peer, q FetchRequest, a ClaimAnsw
 		switch s {
 		case Stored:
 			b := tiers.Block{Hash: kvferry.Hash(q.Hashes[at[i]*kvferry.HashSize:])}
-			if at[i] > 0 {
-				b.Parent = kvferry.Hash(q.Hashes[(at[i]-1)*kvferry.HashSize:])
+			if a.Parents != nil {
+				b.Parent = kvferry.Hash(a.Parents[i*kvferry.HashSize:])
 			}
 			blocks, source = append(blocks, b), append(source, i)
 		case Pending:
@@ -341,11 +341,21 @@ func (t *transferIn) run(ctx context.Context, p *peer, a ClaimAnswer, out []Fetc
 		}
 		return err
 	}
-	select {
-	case <-t.done:
-	case <-ctx.Done():
-		m.End(mover.Expired)
-		return context.Cause(ctx)
+	renew := time.NewTicker(max(a.Lease/3, 100*time.Millisecond))
+	defer renew.Stop()
+	for waiting := true; waiting; {
+		select {
+		case <-t.done:
+			waiting = false
+		case <-renew.C:
+			// What is read renews the claim by itself; this is for a transfer that waits in its queue.
+			if err := t.f.cfg.Control.Renew(ctx, p.address, a.Epoch, [][16]byte{a.Key}); err != nil {
+				t.f.cfg.Log.Debug("renew claim", "peer", p.address, "error", err) // then the reads will tell
+			}
+		case <-ctx.Done():
+			m.End(mover.Expired)
+			return context.Cause(ctx)
+		}
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -66,7 +66,7 @@ func (p *Peer) Claim(ctx context.Context, r *pb.ClaimRequest) (*pb.ClaimResponse
 		return nil, statusOf(err)
 	}
 	out := &pb.ClaimResponse{DataAddress: a.DataAddress, DataKey: a.Key[:], Status: make([]byte, len(a.Status)), Offsets: a.Offsets, Crc32C: a.CRC32C,
-		ShardBytes: a.ShardBytes, LeaseMs: msOf(a.Lease)}
+		ShardBytes: a.ShardBytes, LeaseMs: msOf(a.Lease), Parents: a.Parents}
 	for i, s := range a.Status {
 		out.Status[i] = byte(s)
 	}
@@ -197,6 +197,9 @@ func (p *Peers) Claim(ctx context.Context, address string, q handoff.ClaimReques
 		return handoff.ClaimAnswer{}, fmt.Errorf("%w: malformed answer of %s", handoff.ErrMismatch, address)
 	}
 	a.Key = key
+	if len(r.GetParents()) == len(q.Hashes) {
+		a.Parents = r.GetParents()
+	}
 	for _, s := range r.GetStatus() {
 		a.Status = append(a.Status, handoff.ClaimStatus(s))
 	}

@@ -124,11 +124,11 @@ func (p *Pool) allocate() error {
 		return fmt.Errorf("%w: pool.size %d bytes is above the limit %s = %d bytes", ErrNoSpace, p.cfg.Bytes, name, limit)
 	}
 	// On tmpfs a failing fallocate gives back what it took; but asking first names the limit and does not push other processes out.
+	what := "the file system"
+	if fs.Type == hugetlbfs {
+		what = "the huge page reserve (vm.nr_hugepages)"
+	}
 	if free := fs.Bavail * uint64(fs.Bsize); fs.Blocks > 0 && free < p.cfg.Bytes {
-		what := "the file system"
-		if fs.Type == hugetlbfs {
-			what = "the huge page reserve (vm.nr_hugepages)"
-		}
 		return fmt.Errorf("%w: pool.size is %d bytes, %s of %s has %d bytes free", ErrNoSpace, p.cfg.Bytes, what, filepath.Dir(p.cfg.Path), free)
 	}
 	if err := p.file.Truncate(int64(p.cfg.Bytes)); err != nil {
@@ -141,7 +141,7 @@ func (p *Pool) allocate() error {
 		}
 		if err != nil {
 			_ = p.file.Truncate(0)
-			return fmt.Errorf("%w: allocate %d bytes on %s: %v", ErrNoSpace, p.cfg.Bytes, filepath.Dir(p.cfg.Path), err)
+			return fmt.Errorf("%w: pool.size is %d bytes, %s of %s does not have them: %v", ErrNoSpace, p.cfg.Bytes, what, filepath.Dir(p.cfg.Path), err)
 		}
 		return nil
 	}

@@ -208,6 +208,7 @@ type ClaimResponse struct {
 	Crc32C        []uint32               `protobuf:"fixed32,5,rep,packed,name=crc32c,proto3" json:"crc32c,omitempty"`                     // of the whole shard
 	ShardBytes    uint64                 `protobuf:"varint,6,opt,name=shard_bytes,json=shardBytes,proto3" json:"shard_bytes,omitempty"`
 	LeaseMs       uint32                 `protobuf:"varint,7,opt,name=lease_ms,json=leaseMs,proto3" json:"lease_ms,omitempty"` // renew before it has passed
+	Parents       []byte                 `protobuf:"bytes,8,opt,name=parents,proto3" json:"parents,omitempty"`                 // packed, one a hash: the block before it, 32 zero bytes for the first of a chain; empty from daemons that do not tell
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -289,6 +290,13 @@ func (x *ClaimResponse) GetLeaseMs() uint32 {
 		return x.LeaseMs
 	}
 	return 0
+}
+
+func (x *ClaimResponse) GetParents() []byte {
+	if x != nil {
+		return x.Parents
+	}
+	return nil
 }
 
 type RenewRequest struct {
@@ -509,7 +517,7 @@ const file_kvferry_v1_peer_proto_rawDesc = "" +
 	"\x06hashes\x18\t \x01(\fR\x06hashes\x12\x17\n" +
 	"\await_ms\x18\n" +
 	" \x01(\rR\x06waitMs\x12\x0e\n" +
-	"\x02tp\x18\v \x01(\rR\x02tp\"\xd3\x01\n" +
+	"\x02tp\x18\v \x01(\rR\x02tp\"\xed\x01\n" +
 	"\rClaimResponse\x12!\n" +
 	"\fdata_address\x18\x01 \x01(\tR\vdataAddress\x12\x19\n" +
 	"\bdata_key\x18\x02 \x01(\fR\adataKey\x12\x16\n" +
@@ -518,7 +526,8 @@ const file_kvferry_v1_peer_proto_rawDesc = "" +
 	"\x06crc32c\x18\x05 \x03(\aR\x06crc32c\x12\x1f\n" +
 	"\vshard_bytes\x18\x06 \x01(\x04R\n" +
 	"shardBytes\x12\x19\n" +
-	"\blease_ms\x18\a \x01(\rR\aleaseMs\"A\n" +
+	"\blease_ms\x18\a \x01(\rR\aleaseMs\x12\x18\n" +
+	"\aparents\x18\b \x01(\fR\aparents\"A\n" +
 	"\fRenewRequest\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\fR\x05epoch\x12\x1b\n" +
 	"\tdata_keys\x18\x02 \x03(\fR\bdataKeys\"%\n" +
