@@ -30,6 +30,10 @@ func (s *stage) request(ctx context.Context, w *process.Worker, p *prompt, first
 	if err := s.handOver(ctx, w, p, blocks); err != nil {
 		return err
 	}
+	s.tally.add(func(t *tally) { // at the end: what a killed worker did does not count
+		t.asked += len(p.hashes)
+		t.hit += hits
+	})
 	return w.ReleaseLease(ctx, p.id)
 }
 
@@ -57,10 +61,6 @@ func (s *stage) restore(ctx context.Context, w *process.Worker, p *prompt, block
 			return 0, err
 		}
 	}
-	s.tally.add(func(t *tally) {
-		t.asked += len(p.hashes)
-		t.hit += hits
-	})
 	return hits, nil
 }
 
