@@ -36,7 +36,8 @@ func (s *Session) Load(r Load) {
 		o.endLoad(OutcomeRevoked, "")
 		return
 	}
-	ctx, stop := context.WithTimeout(s.ctx, r.Deadline)
+	// The last fifth is the worker's, to copy what has come by then.
+	ctx, stop := context.WithTimeout(s.ctx, r.Deadline-r.Deadline/5)
 	o.mu.Lock()
 	o.stop = stop
 	o.timer = time.AfterFunc(r.Deadline, func() { o.endLoad(OutcomeExpired, "not released by its deadline") })

@@ -1496,7 +1496,7 @@ type Load struct {
 	SpaceId       []byte                 `protobuf:"bytes,3,opt,name=space_id,json=spaceId,proto3" json:"space_id,omitempty"`
 	RequestId     string                 `protobuf:"bytes,4,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	Hashes        []byte                 `protobuf:"bytes,5,opt,name=hashes,proto3" json:"hashes,omitempty"`                            // packed, 1..load_blocks_max
-	DeadlineMs    uint32                 `protobuf:"varint,6,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"` // 1..60000; 0 is the daemon's default
+	DeadlineMs    uint32                 `protobuf:"varint,6,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"` // 1..60000; 0 is the daemon's default. Fetching for an Accept ends after four fifths of it
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
