@@ -1,0 +1,28 @@
+"""kv_connector_extra_config."""
+
+import pytest
+
+from kvferry.vllm.config import DEFAULT_SOCKET, missing_helper, read_config
+
+
+def test_defaults(monkeypatch):
+    monkeypatch.delenv("KVFERRY_SOCKET", raising=False)
+    config = read_config({})
+    assert config.socket == DEFAULT_SOCKET and config.descriptors == "/run/kvferry/descriptors.sock" and config.mode == "lent"
+    monkeypatch.setenv("KVFERRY_SOCKET", "/tmp/x/engine.sock")
+    assert read_config({}).descriptors == "/tmp/x/descriptors.sock"
+    assert read_config({"socket": "/y/e", "descriptors": "/z"}).descriptors == "/z"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"sokcet": "/x"}, {"mode": "borrowed"}, {"match_wait_ms": "20"}, {"match_wait_ms": -1}, {"load_timeout_ms": 0}, {"copy_threads": 3}],
+)
+def test_wrong_keys_are_named(extra):
+    (key,) = extra
+    with pytest.raises(ValueError, match=f"kv_connector_extra_config.{key}"):
+        read_config(extra)
+
+
+def test_helper_is_there():
+    assert missing_helper() is None
