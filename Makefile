@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 GO ?= go
 VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo devel)
-LDFLAGS := -s -w -X github.com/kvferry/kvferry/daemon.Version=$(VERSION)
+LDFLAGS := -s -w -X main.version=$(VERSION) -X github.com/kvferry/kvferry/daemon.Version=$(VERSION)
 VENV := .venv
 # A real request trace; the demo has the beginning of one built in for where there is none.
 TRACE ?= ../shared/traces/conversation.jsonl.gz

@@ -593,3 +593,25 @@ func TestHandoffOfTheRestKeepsTheChain(t *testing.T) {
 		}
 	}
 }
+
+// An offer ends also when the decode side has all of it already.
+func TestOfferOfWhatIsThere(t *testing.T) {
+	a, b := newNode(t), newNode(t)
+	s, m := a.attach(worker)
+	sched, _ := a.attach(scheduler)
+	hashes, parents := prompt(12, 3)
+	store(t, s, m, 0, hashes, parents)
+	for name, n := range map[string]*node{"another node": b, "this node": a} {
+		d, dm := n.attach(worker, func(c *standin.Config) { c.Instance = "decode" })
+		store(t, d, dm, 0, hashes, parents)
+		ticket, err := sched.Offer("r", hashes, 12*16, 60_000)
+		if err != nil {
+			t.Fatal(err)
+		}
+		eventually(t, "the offer is there", func() bool { return a.registry.OpenOffers() == 1 })
+		if got := load(t, d, dm, 100, hashes, ticket); got.Loaded != 12 {
+			t.Fatalf("%s: loaded %+v", name, got)
+		}
+		eventually(t, name+": the offer ends", func() bool { return a.registry.OpenOffers() == 0 })
+	}
+}

@@ -25,8 +25,14 @@ func main() {
 	os.Exit(code)
 }
 
+// version is set by the linker (make build).
+var version string
+
 // build is this command's version, as the linker or the module says.
 func build() string {
+	if version != "" {
+		return version
+	}
 	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {
 		return info.Main.Version
 	}

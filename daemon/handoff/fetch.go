@@ -75,10 +75,11 @@ type FetcherConfig struct {
 type Fetcher struct {
 	cfg FetcherConfig
 
-	mu     sync.Mutex
-	peers  map[string]*peer
-	closed bool
-	wg     sync.WaitGroup
+	mu      sync.Mutex
+	peers   map[string]*peer
+	waiting int // background work
+	closed  bool
+	wg      sync.WaitGroup
 }
 
 // NewFetcher makes one without peers.
@@ -110,6 +111,59 @@ func (f *Fetcher) Fetch(ctx context.Context, q FetchRequest) []FetchStatus {
 		f.cfg.Counters.Add("fetch_blocks", out[i].String(), 1)
 	}
 	return out
+}
+
+const (
+	settleTimeout = 2 * time.Second // of messages that nobody waits for
+	backgroundMax = 1024            // of them at a time
+)
+
+// Settle tells the offering node that the blocks are here already, so that the offer ends and its lease goes. Nobody waits for it; where it fails, the offer ends with its lifetime.
+func (f *Fetcher) Settle(q FetchRequest) {
+	f.background(func(ctx context.Context) {
+		c := f.claimRequest(ctx, q, q.Hashes[:kvferry.HashSize])
+		c.Wait = 0
+		if q.Ticket.Epoch == f.cfg.Epoch {
+			if a, err := f.cfg.Registry.Claim(ctx, c); err == nil {
+				f.cfg.Registry.EndClaim(a.Key, 0, "")
+			}
+			return
+		}
+		address := q.Ticket.address(q.Rank)
+		a, err := f.cfg.Control.Claim(ctx, address, c)
+		if err == nil {
+			err = f.cfg.Control.EndClaim(ctx, address, q.Ticket.Epoch, a.Key, 0, "")
+		}
+		if err != nil {
+			f.cfg.Log.Debug("settle offer", "peer", address, "error", err)
+		}
+	})
+}
+
+// background runs what nobody waits for, until Close at the latest.
+func (f *Fetcher) background(work func(ctx context.Context)) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.closed || f.waiting >= backgroundMax {
+		return // claims and offers end with their leases
+	}
+	f.waiting++
+	f.wg.Go(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), settleTimeout)
+		defer cancel()
+		work(ctx)
+		f.mu.Lock()
+		f.waiting--
+		f.mu.Unlock()
+	})
+}
+
+// address is where the Peer service for a rank is.
+func (t Ticket) address(rank uint32) string {
+	if int(rank) < len(t.Addresses) {
+		return t.Addresses[rank]
+	}
+	return t.Addresses[0]
 }
 
 func (f *Fetcher) claimRequest(ctx context.Context, q FetchRequest, hashes []byte) ClaimRequest {
@@ -150,10 +204,7 @@ func (f *Fetcher) local(ctx context.Context, q FetchRequest, out []FetchStatus) 
 
 // remote claims an offer at the node that has it and reads the blocks from there.
 func (f *Fetcher) remote(ctx context.Context, q FetchRequest, out []FetchStatus) error {
-	address := q.Ticket.Addresses[0]
-	if int(q.Rank) < len(q.Ticket.Addresses) {
-		address = q.Ticket.Addresses[q.Rank]
-	}
+	address := q.Ticket.address(q.Rank)
 	p, err := f.peer(address)
 	if err != nil {
 		return err
@@ -284,14 +335,7 @@ func (f *Fetcher) endClaim(p *peer, q FetchRequest, key [16]byte, received uint3
 		reason = cause.Error()
 		reason = reason[:min(len(reason), 256)]
 	}
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.closed {
-		return // the claim ends with its lease
-	}
-	f.wg.Go(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
-		defer cancel()
+	f.background(func(ctx context.Context) {
 		if err := f.cfg.Control.EndClaim(ctx, p.address, q.Ticket.Epoch, key, received, reason); err != nil {
 			f.cfg.Log.Debug("end claim", "peer", p.address, "error", err) // it ends with its lease
 		}

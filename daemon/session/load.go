@@ -92,16 +92,19 @@ func (o *operation) accept(ctx context.Context, space tiers.SpaceRef, r Load) {
 		}
 	}
 	why := make([]BlockStatus, len(here))
+	shape := s.shape
+	shape.ID = r.Space
+	q := handoff.FetchRequest{
+		Ticket: *r.Ticket, Instance: s.hello.Instance, Rank: s.hello.Rank, TP: s.hello.Space.TP, ClaimID: s.ID<<32 ^ o.number,
+		Space: space, Shape: shape, Shard: s.shard(), Hashes: missing,
+	}
 	if len(missing) > 0 {
-		shape := s.shape
-		shape.ID = r.Space
-		got := s.m.cfg.Fetcher.Fetch(ctx, handoff.FetchRequest{
-			Ticket: *r.Ticket, Instance: s.hello.Instance, Rank: s.hello.Rank, TP: s.hello.Space.TP, ClaimID: s.ID<<32 ^ o.number,
-			Space: space, Shape: shape, Shard: s.shard(), Hashes: missing,
-		})
-		for i, st := range got {
+		for i, st := range s.m.cfg.Fetcher.Fetch(ctx, q) {
 			why[at[i]] = statusOf(st)
 		}
+	} else {
+		q.Hashes = r.Hashes
+		s.m.cfg.Fetcher.Settle(q)
 	}
 	s.m.cfg.Counters.Add("accept_blocks", "local", len(here)-len(at))
 	o.answer(space, r.Hashes, why, until)
