@@ -37,7 +37,7 @@ func TestLinkSurvivesRestart(t *testing.T) {
 	}
 	address := listener.Addr().String()
 	stop := serveOn(t, &Server{Grants: &grants{memory: src.Bytes}}, listener)
-	link := NewLink(address, testEpoch, Options{})
+	link := NewLink(address, testEpoch, patient)
 	defer link.Close()
 	c := link.Copier(testKey, src.Region(), dst)
 	for round := range 3 {
@@ -147,7 +147,7 @@ func TestLaneDiesAlone(t *testing.T) {
 		go func() { _, _ = io.Copy(up, conn); _ = up.(*net.TCPConn).CloseWrite() }()
 		_, _ = io.Copy(conn, up)
 	})
-	link := NewLink(address, testEpoch, Options{})
+	link := NewLink(address, testEpoch, patient)
 	defer link.Close()
 	batch := copies(512, 64<<10)
 	if err := link.Copier(testKey, src.Region(), dst).Copy(t.Context(), batch); err != nil {

@@ -146,7 +146,7 @@ func TestRefusals(t *testing.T) {
 	transporttest.Fill(src.Bytes, 3)
 	g := &grants{memory: src.Bytes[:4<<20]} // the claim covers half of the region
 	address, _ := serve(t, &Server{Grants: g})
-	link := NewLink(address, testEpoch, Options{})
+	link := NewLink(address, testEpoch, patient)
 	defer link.Close()
 
 	batch := make([]transport.Copy, 64)
@@ -183,7 +183,7 @@ func TestRefusals(t *testing.T) {
 	if err := one(link.Copier([16]byte{9}, src.Region(), dst)); !errors.Is(err, transport.ErrRefused) {
 		t.Error("other key:", err)
 	}
-	other := NewLink(address, kvferry.Epoch{9}, Options{})
+	other := NewLink(address, kvferry.Epoch{9}, patient)
 	defer other.Close()
 	if err := one(other.Copier(testKey, src.Region(), dst)); !errors.Is(err, transport.ErrRefused) {
 		t.Error("other epoch:", err)
@@ -199,7 +199,7 @@ func TestRefusals(t *testing.T) {
 func TestServerDown(t *testing.T) {
 	src := transporttest.NewMemory(t, 2, 4096)
 	address, _ := serve(t, &Server{Grants: &grants{err: fmt.Errorf("stopping: %w", transport.ErrLink)}})
-	link := NewLink(address, testEpoch, Options{})
+	link := NewLink(address, testEpoch, patient)
 	defer link.Close()
 	batch := []transport.Copy{{Dst: []kvferry.Segment{{Region: 2, Length: 10}}, Src: []kvferry.Segment{{Region: 2, Offset: 100, Length: 10}}}}
 	_ = link.Copier(testKey, src.Region(), src).Copy(t.Context(), batch)

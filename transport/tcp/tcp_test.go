@@ -6,6 +6,7 @@ import (
 	"net"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"go.uber.org/goleak"
 
@@ -19,6 +20,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 var (
 	testEpoch = kvferry.Epoch{1, 2, 3}
 	testKey   = [16]byte{4, 5, 6}
+	patient   = Options{Stall: 20 * time.Second} // where the machine's pace is not what is tested
 )
 
 // grants covers all of its memory for testKey, and counts what is held.
@@ -79,7 +81,7 @@ func serveOn(t testing.TB, s *Server, l net.Listener) (stop func()) {
 func TestConformance(t *testing.T) {
 	transporttest.Run(t, func(t *testing.T, dst, src transport.Memory) transport.Copier {
 		address, _ := serve(t, &Server{Grants: &grants{memory: src.Bytes}})
-		link := NewLink(address, testEpoch, Options{})
+		link := NewLink(address, testEpoch, patient)
 		t.Cleanup(func() { _ = link.Close() })
 		return link.Copier(testKey, src.Region(), dst)
 	})
