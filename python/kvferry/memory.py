@@ -1,5 +1,6 @@
 """Memory that is shared with the daemon."""
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -20,6 +21,8 @@ class SharedMemory:
             os.ftruncate(self.fd, size)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             self.map = mmap.mmap(self.fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            with contextlib.suppress(OSError):  # as the engine's own memory may have had them
+                self.map.madvise(mmap.MADV_HUGEPAGE)
         except BaseException:
             os.close(self.fd)
             raise

@@ -128,6 +128,8 @@ class Session:
                     for message in call:
                         kind = message.WhichOneof("message")
                         if kind == "welcome":
+                            if message.welcome.wire_version != wire.VERSION:
+                                return False, f"the daemon speaks version {message.welcome.wire_version}, want {wire.VERSION}"
                             attachment = Attachment(message.welcome, stub.Match, outgoing)
                             attachment.spaces[hello.space.weights_generation] = message.welcome.space_id
                             attachment.map(*exchange_descriptors(self._descriptor_path, message.welcome.token, self._regions))

@@ -63,11 +63,14 @@ def missing_helper() -> str | None:
 
 def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
     """Why this engine's KV cannot be served, for people, or None."""
+    from vllm.platforms import current_platform
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     parallel = vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if not current_platform.is_cpu():
+        return f"KV memory on {current_platform.device_type} is not supported so far; host memory (the CPU back end) is"
     if len(groups) != 1:
         return f"the model has {len(groups)} KV groups; one is supported so far"
     spec = groups[0].kv_cache_spec
@@ -79,6 +82,8 @@ def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
         return "pipeline parallelism is not supported so far"
     if parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         return "context parallelism is not supported so far"
+    if getattr(parallel, "nnodes", 1) > 1:
+        return "an engine on several nodes is not supported so far"
     if algorithm.startswith("xxhash") and not os.environ.get("PYTHONHASHSEED"):
         return f"--prefix-caching-hash-algo {algorithm} gives other hashes in every process: use sha256_cbor, or set PYTHONHASHSEED"
     return missing_helper()

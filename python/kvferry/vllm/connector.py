@@ -123,6 +123,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         self._worker.before_step(kv_connector_metadata)
 
+    @_guarded(_nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._worker.start_loads(self._get_connector_metadata())
 
@@ -136,6 +137,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         self._worker.start_stores(self._get_connector_metadata())
 
+    @_guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         sent, received, self._bad_blocks = self._worker.finished()
         return sent, received

@@ -36,10 +36,9 @@ class StepMeta(KVConnectorMetadata):
 
 @dataclass
 class RankMeta(KVConnectorWorkerMetadata):
-    """Store id -> number of ranks that are done with reading its blocks."""
-
-    ended: Counter[int]
+    ended: Counter[int]  # store id -> number of ranks that are done with reading its blocks
+    refuses: bool = False  # a rank serves nothing, for good
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "RankMeta":
         assert isinstance(other, RankMeta)
-        return RankMeta(self.ended + other.ended)
+        return RankMeta(self.ended + other.ended, self.refuses or other.refuses)

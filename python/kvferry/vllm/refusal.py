@@ -31,9 +31,9 @@ class RefusingWorker:
         self._sent, self._received, self._bad = set(), set(), set()
         return answer
 
-    def take_meta(self) -> RankMeta | None:
+    def take_meta(self) -> RankMeta:
         ended, self._ended = self._ended, Counter()
-        return RankMeta(ended) if ended else None
+        return RankMeta(ended, refuses=True)
 
     def take_stats(self) -> Stats | None:
         return None

@@ -18,6 +18,7 @@ from kvferry.vllm.metrics import Stats, Tallies
 from kvferry.vllm.reads import Reads
 
 STORE_BLOCKS_MAX = 64
+RELEASES_MAX = 4096
 _NO_PARENT = bytes(wire.HASH_BYTES)
 
 
@@ -49,7 +50,8 @@ class Scheduler:
         self._loads: dict[str, LoadJob] = {}  # begun and not ended
         self._reads = Reads()
         self._meta = StepMeta(self._generation)
-        self._leases: list[str] = []  # to be given back
+        self._leases: set[str] = set()  # of requests, to be given back
+        self._refused = False  # a rank cannot serve
         self._session = Session(config.socket, config.descriptors, hello, {}, log)
         self._matcher = Matcher(self._session, config, self._tallies)
         self._session.start()
@@ -93,7 +95,7 @@ class Scheduler:
         if available is None and state.ticket is None:
             return None, False
         state.stored_until = available = available or 0
-        if not state.may_load:
+        if not state.may_load or self._refused:
             return 0, False
         if state.ticket is not None:
             available = max(available, state.ticket.blocks)
@@ -111,6 +113,8 @@ class Scheduler:
         self._reused(block_ids[state.table_length :])
         state.table_length = len(block_ids)
         if external_tokens <= 0:
+            if state.match is not None and request.request_id not in self._loads:
+                self._leases.add(request.request_id)
             return
         first, end = state.local_blocks, state.local_blocks + external_tokens // self._block_tokens
         state.stored_until = max(state.stored_until, end)
@@ -137,7 +141,8 @@ class Scheduler:
                 self._reused(new[0])
                 if state := self._requests.get(request_id):
                     state.table_length += len(new[0])
-        for request_id, scheduled in output.num_scheduled_tokens.items():
+        serves = self._session.attachment is not None and not self._refused
+        for request_id, scheduled in output.num_scheduled_tokens.items() if serves else ():
             if state := self._requests.get(request_id):
                 tables = output.kv_connector_block_state.get_block_ids(request_id)
                 if tables is not None:
@@ -168,14 +173,15 @@ class Scheduler:
             self._meta.stores.append(StoreJob(store_id, state.request.request_id, ids, b"".join(names), parents))
 
     def step_ended(self, output: Any) -> None:
-        if isinstance(output.kv_connector_worker_meta, RankMeta):
-            self._reads.ended(output.kv_connector_worker_meta.ended)
+        if isinstance(meta := output.kv_connector_worker_meta, RankMeta):
+            self._reads.ended(meta.ended)
+            self._refused = self._refused or meta.refuses
         for request_id in output.finished_recving or ():
             job = self._loads.pop(request_id, None)
             state = self._requests.get(request_id)
             if job is None or state is None:
                 continue
-            self._leases.append(request_id)
+            self._leases.add(request_id)
             failed = [i for i, block_id in enumerate(job.block_ids) if block_id in (output.invalid_block_ids or ())]
             if failed:
                 state.may_load = False
@@ -189,7 +195,7 @@ class Scheduler:
         if state is None:
             return False, None
         if state.match is not None:
-            self._leases.append(request.request_id)
+            self._leases.add(request.request_id)
         if request.request_id in self._loads:
             # Still receiving: the workers report it, at the latest at the load's deadline.
             self._meta.cancels.append(request.request_id)
@@ -222,9 +228,11 @@ class Scheduler:
     def _release_leases(self) -> None:
         if not self._leases:
             return
-        leases, self._leases = self._leases[:4096], self._leases[4096:]
+        leases, self._leases = sorted(self._leases), set()
         if (attachment := self._session.attachment) is not None:
-            attachment.send(pb.SessionRequest(release_lease=pb.ReleaseLease(request_ids=leases)))
+            for at in range(0, len(leases), RELEASES_MAX):
+                release = pb.ReleaseLease(request_ids=leases[at : at + RELEASES_MAX])
+                attachment.send(pb.SessionRequest(release_lease=release))
 
     # ---- the rest ----
 

@@ -1,0 +1,378 @@
+"""Scheduler side and loader without an engine: vLLM's classes are imported, its calls are made by hand."""
+
+import logging
+import threading
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from daemon import wait_for
+from fake_daemon import FakeDaemon, _space_id
+
+from kvferry.v1 import engine_pb2 as pb
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm")
+
+from kvferry.vllm.config import Config  # noqa: E402
+from kvferry.vllm.loader import Loader, _Load  # noqa: E402
+from kvferry.vllm.meta import LoadJob, RankMeta, StepMeta, StoreJob  # noqa: E402
+from kvferry.vllm.refusal import RefusingWorker  # noqa: E402
+from kvferry.vllm.scheduler import Scheduler  # noqa: E402
+from kvferry.vllm.worker import Worker  # noqa: E402
+
+BLOCKS, LAYERS, PER_LAYER = 16, 3, 1024
+log = logging.getLogger("test")
+
+
+@pytest.fixture
+def fake(tmp_path_factory):
+    daemon = FakeDaemon(tmp_path_factory.mktemp("d"), slot_bytes=LAYERS * PER_LAYER * 4).start()
+    yield daemon
+    daemon.store_gate.set()
+    daemon.answer_matches.set()
+    daemon.stop()
+
+
+def config(fake, **fields) -> Config:
+    return Config(**{"socket": fake.engine_socket, "descriptors": fake.descriptor_socket, "match_wait_ms": 5000, **fields})
+
+
+def hello(role) -> pb.Hello:
+    return pb.Hello(wire_version=1, role=role, instance="i", ranks=1, space=pb.Space(model="m", block_tokens=4))
+
+
+class Request(SimpleNamespace):
+    """Tokens 0..tokens-1 in blocks of 4."""
+
+    def __init__(self, request_id: str, tokens: int, salt: int = 0, params=None):
+        hashes = [bytes([salt, n]) * 16 for n in range(tokens // 4)]
+        super().__init__(
+            request_id=request_id,
+            num_tokens=tokens,
+            num_prompt_tokens=tokens,
+            num_computed_tokens=0,
+            block_hashes=hashes,
+            kv_transfer_params=params,
+        )
+
+
+class Side:
+    """The scheduler side, with the calls that vLLM would make."""
+
+    def __init__(self, fake, **fields):
+        self.fake = fake
+        self.scheduler = Scheduler(config(fake, **fields), hello(pb.ROLE_SCHEDULER), 1, log)
+        wait_for(lambda: self.scheduler._session.attachment, 10, "attached")
+
+    def matched(self, request, local_tokens: int = 0):
+        return wait_for(lambda: self._matched(request, local_tokens), 5, "an answer")
+
+    def _matched(self, request, local_tokens):
+        tokens, asynchronous = self.scheduler.matched_tokens(request, local_tokens)
+        return None if tokens is None else (tokens, asynchronous)
+
+    def admit(self, request, table: list[int], local_tokens: int = 0) -> int:
+        self.scheduler.arrived(request)
+        tokens, _ = self.matched(request, local_tokens)
+        self.scheduler.allocated(request, table, tokens)
+        return tokens
+
+    def step(self, tables: dict[str, list[int]] | None = None, new: dict[str, list[int]] | None = None):
+        """tables: of the requests that compute all their tokens in this step; new: block ids that running ones get."""
+        tables, new = tables or {}, new or {}
+        requests = self.scheduler._requests
+        return self.scheduler.step_meta(
+            SimpleNamespace(
+                scheduled_cached_reqs=SimpleNamespace(
+                    req_ids=list(new), new_block_ids=[(ids,) for ids in new.values()], resumed_req_ids=set()
+                ),
+                num_scheduled_tokens={r: requests[r].request.num_tokens - requests[r].request.num_computed_tokens for r in tables},
+                total_num_scheduled_tokens=len(tables),
+                kv_connector_block_state=SimpleNamespace(get_block_ids=lambda r: (tables[r],)),
+            )
+        )
+
+    def ended(self, ended=(), received=(), bad=(), refuses=False):
+        self.scheduler.step_ended(
+            SimpleNamespace(
+                kv_connector_worker_meta=RankMeta(Counter(ended), refuses), finished_recving=set(received), invalid_block_ids=set(bad)
+            )
+        )
+
+    def resident(self, request, blocks: int):
+        space = _space_id(hello(pb.ROLE_SCHEDULER).space)
+        for name in request.block_hashes[:blocks]:
+            self.fake.blocks[self.fake._key(space, name, 0)] = (0, 0, 0)
+
+
+@pytest.fixture
+def side(fake):
+    s = Side(fake)
+    yield s
+    s.scheduler.close()
+
+
+def test_full_blocks_are_stored_once(side):
+    request = Request("a", 11)
+    assert side.admit(request, [5, 6, 7]) == 0
+    meta = side.step({"a": [5, 6, 7]})
+    (job,) = meta.stores
+    assert job.block_ids == [5, 6] and job.hashes == b"".join(request.block_hashes)
+    assert job.parents == bytes(32) + request.block_hashes[0]
+    assert not side.step({"a": [5, 6, 7]}).stores
+
+
+def test_what_is_resident_is_loaded_and_not_stored(side):
+    request = Request("a", 16)
+    side.resident(request, 3)
+    assert side.admit(request, [5, 6, 7, 8], local_tokens=4) == 8
+    meta = side.step()
+    (job,) = meta.loads
+    assert job.block_ids == [6, 7] and job.hashes == b"".join(request.block_hashes[1:3])
+    side.ended(received=["a"])
+    request.num_computed_tokens = 12
+    side.scheduler.allocated(request, [5, 6, 7, 8], 0)
+    (job,) = side.step({"a": [5, 6, 7, 8]}).stores
+    assert job.block_ids == [8]
+    wait_for(lambda: side.step() and side.fake.seen("release_lease"), 5, "the lease is given back")
+
+
+def test_blocks_of_a_failed_load_are_stored_and_not_loaded_again(side):
+    request = Request("a", 16)
+    side.resident(request, 4)
+    assert side.admit(request, [5, 6, 7, 8]) == 16
+    side.step()
+    side.ended(received=["a"], bad=[7])
+    request.num_computed_tokens = 8
+    side.scheduler.allocated(request, [5, 6, 7, 8], 0)
+    (job,) = side.step({"a": [5, 6, 7, 8]}).stores
+    assert job.block_ids == [7, 8]
+    # Had the first block failed, vLLM would ask again.
+    assert side.matched(request) == (0, False)
+
+
+def test_reused_blocks_are_revoked_before_they_are_written(side):
+    first, second = Request("a", 8, salt=1), Request("b", 12, salt=2)
+    side.admit(first, [5, 6])
+    (job,) = side.step({"a": [5, 6]}).stores
+    side.scheduler.finished(first, True)
+    # b hits block 5 in the engine's cache, and is given 6 anew.
+    side.admit(second, [5, 6, 7], local_tokens=4)
+    assert side.step({"b": [5, 6, 7]}).revokes == [job.store_id]
+    side.ended(ended={job.store_id: 1})
+    third = Request("c", 4, salt=3)
+    side.admit(third, [5])
+    # Only b's own store still reads: a's has ended.
+    assert side.step({"c": [5]}).revokes == [job.store_id + 1]
+
+
+def test_reuse_by_a_running_request(side):
+    first, second = Request("a", 8, salt=1), Request("b", 4, salt=2)
+    side.admit(first, [5, 6])
+    (job,) = side.step({"a": [5, 6]}).stores
+    side.scheduler.finished(first, True)
+    side.admit(second, [7])
+    side.step({"b": [7]})
+    assert side.step(new={"b": [6]}).revokes == [job.store_id]
+
+
+def test_a_shared_prefix_is_stored_by_one(side):
+    first, second = Request("a", 8), Request("b", 12, params={"do_remote_decode": True})
+    side.admit(first, [5, 6])
+    (job,) = side.step({"a": [5, 6]}).stores
+    side.admit(second, [5, 6, 7], local_tokens=8)
+    (own,) = side.step({"b": [5, 6, 7]}).stores
+    assert own.block_ids == [7]
+    # But who hands it over keeps its blocks until that store has ended.
+    hold, params = side.scheduler.finished(second, True)
+    assert hold and params["do_remote_prefill"] and params["kvferry_ticket"]
+    assert side.step().holds == {"b": [job.store_id, own.store_id]}
+    wait_for(lambda: side.fake.seen("offer"), 5, "the offer")
+    (offer,) = side.fake.seen("offer")
+    assert offer.hashes == b"".join(second.block_hashes) and offer.tokens == 12
+
+
+def test_only_a_good_end_is_offered(side):
+    request = Request("a", 8, params={"do_remote_decode": True})
+    side.admit(request, [5, 6])
+    assert side.scheduler.finished(request, False) == (False, None)
+
+
+def test_aborted_load_is_cancelled_and_holds_nothing(side):
+    request = Request("a", 8)
+    side.resident(request, 2)
+    side.admit(request, [5, 6])
+    side.step()
+    assert side.scheduler.finished(request, False) == (False, None)
+    assert side.step().cancels == ["a"]
+    side.ended(received=["a"], bad=[5, 6])
+    assert not side.scheduler._loads and not side.scheduler._requests
+
+
+def test_blocks_of_old_weights_are_not_stored(side):
+    request = Request("a", 8)
+    side.admit(request, [5, 6])
+    side.scheduler.reset()
+    meta = side.step({"a": [5, 6]})
+    assert not meta.stores and meta.weights_generation
+    wait_for(lambda: side.scheduler._session.space_id(meta.weights_generation), 5, "the new space")
+    other = Request("b", 8)
+    side.admit(other, [5, 6])
+    assert side.step({"b": [5, 6]}).stores
+
+
+def test_silent_daemon_costs_20_ms_once(fake):
+    side = Side(fake, match_wait_ms=20, match_timeout_ms=200)
+    fake.answer_matches.clear()
+    first, second = Request("a", 8), Request("b", 8)
+    for request, most_s in ((first, 0.1), (second, 0.005)):
+        side.scheduler.arrived(request)
+        began = time.monotonic()
+        assert side.matched(request) == (0, False)
+        assert time.monotonic() - began < most_s
+        wait_for(lambda: side.scheduler._matcher._silent, 5, "the daemon is known to be silent")
+    side.scheduler.close()
+
+
+def test_a_rank_that_refuses_ends_loads(side):
+    request = Request("a", 8)
+    side.resident(request, 2)
+    side.admit(request, [5, 6])
+    worker = RefusingWorker()
+    worker.before_step(meta := side.step())
+    worker.start_loads(meta)
+    worker.start_stores(meta)
+    assert worker.finished() == (set(), {"a"}, {5, 6})
+    side.scheduler.step_ended(
+        SimpleNamespace(kv_connector_worker_meta=worker.take_meta(), finished_recving={"a"}, invalid_block_ids={5, 6})
+    )
+    other = Request("b", 8)
+    assert side.admit(other, [7, 8]) == 0
+    assert not side.step({"b": [7, 8]}).stores
+
+
+# ---- a rank ----
+
+
+class Rank:
+    def __init__(self, fake, **fields):
+        import torch
+
+        whole = torch.zeros(BLOCKS * LAYERS * PER_LAYER, dtype=torch.float32)
+        whole.uniform_()
+        shape, stride = (BLOCKS, 2, 4, PER_LAYER // 8), (PER_LAYER, PER_LAYER // 2, PER_LAYER // 8, 1)
+        self.caches = {f"layer{n}": torch.as_strided(whole, shape, stride, n * BLOCKS * PER_LAYER) for n in range(LAYERS)}
+        self.worker = Worker(config(fake, **fields), hello(pb.ROLE_WORKER), BLOCKS, log)
+        before = [self.block(n) for n in range(BLOCKS)]
+        self.worker.register(self.caches)
+        wait_for(lambda: self.worker._session.attachment, 10, "attached")
+        if self.worker._staging is None:
+            # The engine's memory moved: what lay in it is not needed at that time, so it is not copied.
+            for cache in self.caches.values():
+                cache.uniform_()
+        else:
+            assert [self.block(n) for n in range(BLOCKS)] == before
+
+    def block(self, n: int) -> bytes:
+        return b"".join(t[n].contiguous().numpy().tobytes() for t in self.caches.values())
+
+    def step(self, meta):
+        self.worker.before_step(meta)
+        self.worker.start_loads(meta)
+        self.worker.start_stores(meta)
+        return self.worker.finished()
+
+    def store(self, ids: list[int], names: list[bytes]):
+        self.step(StepMeta("", stores=[StoreJob(1, "r", ids, b"".join(names), bytes(32) * len(ids))]))
+
+    def load(self, ids: list[int], names: list[bytes], cancel: bool = False) -> set[int]:
+        _, received, bad = self.step(StepMeta("", loads=[LoadJob("r", ids, b"".join(names), None)], cancels=["r"] if cancel else []))
+
+        def ended():
+            nonlocal received, bad
+            if not received:
+                _, received, bad = self.worker.finished()
+            return received
+
+        assert wait_for(ended, 10, "the load ends") == {"r"}
+        return bad
+
+
+NAMES = [bytes([n]) * 32 for n in range(1, 11)]
+
+
+@pytest.fixture(params=["lent", "staging"])
+def rank(fake, request):
+    r = Rank(fake, mode=request.param, staging_bytes=1 << 20)
+    yield r
+    r.worker.close()
+
+
+def test_bytes_come_back(fake, rank):
+    ids = [3, 1, 15, 0, 7]
+    want = [rank.block(n) for n in ids]
+    rank.store(ids, NAMES[:5])
+    wait_for(lambda: len(fake.blocks) == 5, 5, "stored")
+    assert rank.load([8, 9, 10, 11, 12], NAMES[:5]) == set()
+    assert [rank.block(n) for n in (8, 9, 10, 11, 12)] == want
+
+
+@pytest.mark.parametrize("spoil", ["generation", "checksum", "status"])
+def test_wrong_blocks_are_reported(fake, rank, spoil):
+    rank.store([1, 2, 3], NAMES[:3])
+    wait_for(lambda: len(fake.blocks) == 3, 5, "stored")
+    fake.spoil = spoil
+    assert rank.load([8, 9, 10], NAMES[:3]) == {8, 9, 10}
+    fake.spoil = None
+    assert rank.load([8, 9, 10, 11], [*NAMES[:3], NAMES[9]]) == {11}
+    released = wait_for(lambda: fake.seen("release"), 5, "released")
+    assert sum(m.wrong_blocks for m in released) == (0 if spoil == "status" else 3)
+
+
+def test_silent_daemon_is_given_up(fake):
+    rank = Rank(fake, load_timeout_ms=200)
+    fake.answer_loads = False
+    assert rank.load([8, 9], NAMES[:2]) == {8, 9}
+    assert rank.worker.take_stats().data["unloaded_blocks:timeout"] == 2
+    rank.worker.close()
+
+
+def test_cancelled_and_unattached_loads_end(fake):
+    rank = Rank(fake, load_timeout_ms=30000)
+    fake.answer_loads = False
+    assert rank.load([8, 9], NAMES[:2], cancel=True) == {8, 9}
+    fake.stop()
+    wait_for(lambda: rank.worker._session.attachment is None, 5, "the daemon is gone")
+    assert rank.load([8, 9], NAMES[:2]) == {8, 9}
+    rank.worker.close()
+
+
+def test_daemon_that_goes_away_ends_loads(fake):
+    rank = Rank(fake, load_timeout_ms=30000)
+    fake.answer_loads = False
+    threading.Timer(0.2, fake.stop).start()
+    assert rank.load([8, 9], NAMES[:2]) == {8, 9}
+    rank.worker.close()
+
+
+def test_copies_that_do_not_fit_the_memory_are_refused(fake):
+    rank = Rank(fake)
+    loader: Loader = rank.worker._loader
+    attachment = rank.worker._session.attachment
+    for fields in ({"offsets": [2**63]}, {"header_offsets": [4]}, {"shard_bytes": 7}, {"crc32c": []}):
+        good = {"offsets": [0], "header_offsets": [0], "generations": [0], "crc32c": [0], "shard_bytes": rank.worker._memory.block_bytes}
+        message = pb.LoadResult(status=b"\1", **{**good, **fields})
+        load = _Load(LoadJob("r", [1], NAMES[0], None), time.monotonic() + 5)
+        loader._copy(load, attachment, 0, message)
+        assert load.failed == {0}
+    rank.worker.close()
+
+
+def test_full_staging_buffer(fake):
+    rank = Rank(fake, mode="staging", staging_bytes=4 * LAYERS * PER_LAYER * 4)
+    rank.store([1, 2, 3, 4, 5], NAMES[:5])
+    assert rank.worker.take_stats().data == {"unstored_blocks:staging_full": 5}
+    assert rank.worker.take_meta().ended == {1: 1}
+    rank.worker.close()
