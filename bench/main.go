@@ -17,6 +17,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -41,12 +42,13 @@ func run(args []string) error {
 	f.StringVar(&b.python, "python", ".venv/bin/python", "interpreter that has the kvferry package, for match_8192_python; left out where it is not there")
 	f.IntVar(&b.rounds, "rounds", 9, "rounds of every throughput figure")
 	f.StringVar(&b.only, "only", "", "only figures whose name contains this")
+	f.StringVar(&b.want, "network", "auto", "between the nodes: netns (two network namespaces), loopback, or auto: netns where possible")
 	out := f.String("out", "bench/out/latest.json", "where the figures are written")
 	if err := f.Parse(args); err != nil {
 		return err
 	}
-	if b.rounds < 1 {
-		return errors.New("--rounds must be at least 1")
+	if b.rounds < 1 || !slices.Contains([]string{"auto", "netns", "loopback"}, b.want) {
+		return errors.New("--rounds must be at least 1, --network auto, netns or loopback")
 	}
 	path, err := filepath.Abs(b.daemon)
 	if err != nil {
@@ -72,8 +74,29 @@ func run(args []string) error {
 	return nil
 }
 
+// connect makes the network between the nodes: two namespaces, or the loopback where they cannot be had or are not wanted.
+func (b *bench) connect() (err error) {
+	b.between = "loopback"
+	if b.want == "loopback" {
+		return nil
+	}
+	if b.network, err = process.NewNetwork(); err != nil {
+		if b.want == "netns" {
+			return err
+		}
+		fmt.Fprintln(os.Stderr, "no second network namespace, so the nodes share the loopback:", err)
+		b.network = nil
+		return nil
+	}
+	b.between = "veth"
+	return nil
+}
+
 // bench is one run.
 type bench struct {
+	want    string           // network: auto, netns or loopback
+	network *process.Network // nil: the loopback
+	between string
 	daemon  string
 	python  string
 	rounds  int
@@ -91,7 +114,13 @@ func (b *bench) wanted(names ...string) bool {
 }
 
 func (b *bench) all(ctx context.Context) error {
-	streams, err := newStreams()
+	if err := b.connect(); err != nil {
+		return err
+	}
+	if b.network != nil {
+		defer b.network.Close()
+	}
+	streams, err := newStreams(b.network)
 	if err != nil {
 		return err
 	}

@@ -28,12 +28,17 @@ func (b *bench) newPair(ctx context.Context, pool uint64, prefill, decode standi
 	if p.dir, err = os.MkdirTemp("", "kvferry-bench-"); err != nil {
 		return nil, err
 	}
+	here, there := "127.0.0.1", "127.0.0.2"
+	if b.network != nil {
+		here, there = b.network.Here, b.network.There
+	}
 	for _, n := range []struct {
-		name string
-		to   **process.Node
-	}{{"a", &p.a}, {"b", &p.b}} {
+		name, host string
+		network    *process.Network
+		to         **process.Node
+	}{{"a", here, nil, &p.a}, {"b", there, b.network, &p.b}} {
 		*n.to, err = process.StartNode(ctx, process.NodeConfig{Daemon: b.daemon, Name: "bench-" + n.name, Dir: filepath.Join(p.dir, n.name), PoolPath: p.poolPath(n.name),
-			PoolBytes: pool, SlabBytes: 64 << 20, Listen: "127.0.0.1"})
+			PoolBytes: pool, SlabBytes: 64 << 20, Listen: n.host, Network: n.network})
 		if err != nil {
 			return nil, err
 		}

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvferry/kvferry/standin"
+	"github.com/kvferry/kvferry/standin/process"
 )
 
 // streams measures what TCP does alone on this machine: from one large memory to another, on 1 to 4 connections.
@@ -17,7 +18,7 @@ type streams struct {
 	at       int
 }
 
-func newStreams() (s *streams, err error) {
+func newStreams(network *process.Network) (s *streams, err error) {
 	s = &streams{}
 	defer func() {
 		if err != nil {
@@ -33,7 +34,11 @@ func newStreams() (s *streams, err error) {
 			(*m).Scribble(b)
 		}
 	}
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	listen := func() (net.Listener, error) { return net.Listen("tcp", "127.0.0.2:0") }
+	if network != nil {
+		listen = network.Listen
+	}
+	l, err := listen()
 	if err != nil {
 		return nil, err
 	}

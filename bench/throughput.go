@@ -78,8 +78,8 @@ func (b *bench) throughput(ctx context.Context, c testCase, streams *streams) er
 	best, limit = m.loads.fastest()
 	b.speed("load_"+c.name, bytes, m.load, limit, "memcpy, "+best, ok)
 	best, limit = m.plain.fastest()
-	b.speed("handoff_tcp_"+c.name, bytes, m.handoff, limit, "TCP, "+best, ok)
-	b.speed("fetch_tcp_"+c.name, bytes, m.fetch, limit, "TCP, "+best, ok)
+	b.speed("handoff_tcp_"+c.name, bytes, m.handoff, limit, "TCP, "+b.between+", "+best, ok)
+	b.speed("fetch_tcp_"+c.name, bytes, m.fetch, limit, "TCP, "+b.between+", "+best, ok)
 	if !ok {
 		return fmt.Errorf("%d wrong bytes, %d blocks did not make it", r.wrong, r.short)
 	}

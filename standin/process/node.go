@@ -25,8 +25,9 @@ type NodeConfig struct {
 	PoolPath  string // on tmpfs
 	PoolBytes uint64
 	SlabBytes uint64
-	Listen    string // host of peer and data ports; the ports are chosen by the system
-	Extra     string // more YAML
+	Listen    string   // host of peer and data ports; the ports are chosen by the system
+	Network   *Network // where it is not nil, the node lives in the network's other namespace
+	Extra     string   // more YAML
 }
 
 // Node is a running daemon.
@@ -65,7 +66,11 @@ func StartNode(ctx context.Context, c NodeConfig) (*Node, error) {
 	n := &Node{NodeConfig: c, cmd: exec.Command(c.Daemon, "--config", path), dead: make(chan struct{})}
 	n.cmd.Stdout, n.cmd.Stderr = log, log
 	n.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
-	if err := onThread(n.cmd.Start); err != nil {
+	netns := ""
+	if c.Network != nil {
+		netns = c.Network.path
+	}
+	if err := inNetns(netns, n.cmd.Start); err != nil {
 		return nil, fmt.Errorf("start node %s: %w", c.Name, err)
 	}
 	go func() {
