@@ -1,4 +1,7 @@
-from collections.abc import Buffer
+from typing import Any
+
+# Anything with the buffer protocol; typing has a name for it since Python 3.12.
+Buffer = Any
 
 LOADED: int  # the bytes are there and right
 CHANGED: int  # the slot was given to another block

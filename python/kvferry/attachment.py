@@ -27,8 +27,8 @@ class Operation:
         self.number = number
         self.word = word
         self.started = time.monotonic()
-        self._on_result: Callable[["Operation", pb.LoadResult], None] | None = on_result
-        self._on_end: Callable[["Operation", pb.OperationEnd], None] | None = on_end
+        self._on_result: Callable[[Operation, pb.LoadResult], None] | None = on_result
+        self._on_end: Callable[[Operation, pb.OperationEnd], None] | None = on_end
         self.end: pb.OperationEnd | None = None  # set once, when the daemon needs the word no more or is gone
 
     def state(self) -> int:

@@ -163,9 +163,7 @@ class Session:
     def _attach(self, attachment: Attachment, generation: str) -> None:
         if self._regions and (attachment.pool is None or attachment.words is None):
             raise wire.WireError("the daemon handed out no pool or no operation words")
-        self._log.info(
-            "kvferry: attached to kvferryd %s, pool of %d MiB", attachment.welcome.version, attachment.welcome.pool_bytes >> 20
-        )
+        self._log.info("kvferry: attached to kvferryd %s, pool of %d MiB", attachment.welcome.version, attachment.welcome.pool_bytes >> 20)
         self._complained = False
         with self._lock:
             self.attachment = attachment

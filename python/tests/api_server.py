@@ -32,7 +32,17 @@ class ApiServer:
         self.log_path = directory / f"api-{self.port}.log"
         transfer = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both", "kv_connector_extra_config": PATIENT}
         command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(self.port), "--host", "127.0.0.1"),
+            *(
+                sys.executable,
+                "-m",
+                "vllm.entrypoints.openai.api_server",
+                "--model",
+                model,
+                "--port",
+                str(self.port),
+                "--host",
+                "127.0.0.1",
+            ),
             *("--enforce-eager", "--dtype", "float32", "--max-num-seqs", "1", "--prefix-caching-hash-algo", "sha256_cbor"),
             *("--served-model-name", "tiny", "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer), *arguments),
         ]
@@ -83,7 +93,15 @@ class ApiServer:
 
 def complete(url: str, prompt: list[int], count: int = 12, **fields) -> dict:
     """tokens, cached (tokens not computed), seconds."""
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields}
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": count,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **fields,
+    }
     began = time.monotonic()
     answer = post(url + "/v1/completions", body)
     details = answer["usage"].get("prompt_tokens_details") or {}

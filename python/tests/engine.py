@@ -36,7 +36,9 @@ class EngineError(Exception):
 class Engine:
     """connector: kv_connector_extra_config, or None for an engine without kvferry. options go to LLM()."""
 
-    def __init__(self, model: str, directory: pathlib.Path, daemon=None, connector: dict | None = None, environment=(), prefix=(), **options):
+    def __init__(
+        self, model: str, directory: pathlib.Path, daemon=None, connector: dict | None = None, environment=(), prefix=(), **options
+    ):
         directory.mkdir(parents=True, exist_ok=True)
         self.log_path = directory / f"engine-{time.monotonic_ns()}.log"
         llm = {

@@ -48,9 +48,7 @@ class Client:
 
     def store(self, block_id: int, name: bytes, ended=None):
         ended = ended if ended is not None else []
-        operation = self.attachment.store(
-            self.space, "r", 1, [block_id], name, bytes(32), 1000, lambda op, end: ended.append(end)
-        )
+        operation = self.attachment.store(self.space, "r", 1, [block_id], name, bytes(32), 1000, lambda op, end: ended.append(end))
         return operation, ended
 
     def load(self, names: bytes):

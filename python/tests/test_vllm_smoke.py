@@ -144,7 +144,11 @@ def change_ticket(params: dict, **fields) -> dict:
 
 def test_handoff_between_nodes(model, reference, tmp_path):
     asked = prompts(8, count=6)
-    with TwoNodes(tmp_path) as nodes, Engine(model, tmp_path, nodes.a, {"offer_lifetime_ms": 4000}) as p, Engine(model, tmp_path, nodes.b) as d:
+    with (
+        TwoNodes(tmp_path) as nodes,
+        Engine(model, tmp_path, nodes.a, {"offer_lifetime_ms": 4000}) as p,
+        Engine(model, tmp_path, nodes.b) as d,
+    ):
         p.run("wait_attached")
         d.run("wait_attached")
         for prompt in asked[:2]:

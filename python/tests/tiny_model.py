@@ -3,7 +3,7 @@
 import pathlib
 import random
 
-WORDS = "alpha beta gamma delta kv cache block tier node shared memory transfer".split()
+WORDS = ["alpha", "beta", "gamma", "delta", "kv", "cache", "block", "tier", "node", "shared", "memory", "transfer"]
 VOCABULARY = 512
 # Ids that every such tokenizer has; the special ones are below.
 TOKENS = range(3, 310)

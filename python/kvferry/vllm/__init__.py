@@ -1,6 +1,6 @@
 """The connector for vLLM. Installing the package is enough: vLLM finds it as a plugin.
 
-    vllm serve MODEL --kv-transfer-config '{"kv_connector":"KVFerryConnector","kv_role":"kv_both"}'
+vllm serve MODEL --kv-transfer-config '{"kv_connector":"KVFerryConnector","kv_role":"kv_both"}'
 """
 
 from typing import TYPE_CHECKING, Any

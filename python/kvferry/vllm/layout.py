@@ -29,7 +29,7 @@ def pack(planes: list[Plane]) -> bytes:
 
 def _tensor_planes(name: str, t: torch.Tensor, blocks: int, storage_base: int) -> list[Plane]:
     """Planes of one layer, which is [blocks, ...] or [2, blocks, ...]. Raises ValueError where a block is not in one piece."""
-    size = t.element_size()
+    size, start = t.element_size(), int(t.storage_offset())
     if t.shape[0] % blocks == 0 and t.shape[0] > 0:
         outer, dim = [0], 0
     elif t.dim() > 1 and t.shape[1] % blocks == 0:
@@ -41,9 +41,7 @@ def _tensor_planes(name: str, t: torch.Tensor, blocks: int, storage_base: int) -
     extent = 1 + sum((n - 1) * s for n, s in zip(inner.shape, inner.stride()))
     if extent != inner.numel() or (pieces > 1 and t.stride(dim) != extent):
         raise ValueError(f"KV memory of {name} has stride {t.stride()}: a block is not in one piece")
-    return [
-        Plane(storage_base + (t.storage_offset() + o) * size, t.stride(dim) * pieces * size, inner.numel() * pieces * size) for o in outer
-    ]
+    return [Plane(storage_base + (start + o) * size, t.stride(dim) * pieces * size, inner.numel() * pieces * size) for o in outer]
 
 
 class KVMemory:

@@ -21,7 +21,7 @@ from kvferry.vllm.metrics import Tallies
 
 _TICK_S = 0.05
 
-_REASONS = {
+_REASONS: dict[int, str] = {
     pb.BLOCK_STATUS_MISS: "miss",
     pb.BLOCK_STATUS_BUSY: "busy",
     pb.BLOCK_STATUS_FAILED: "failed",

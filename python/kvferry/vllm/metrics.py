@@ -80,5 +80,3 @@ class PromMetrics(KVConnectorPromMetrics):
             name, _, label = key.partition(":")
             if name in self._counters:
                 self._counters[name].labels(*values, *([label] if label else [])).inc(n)
-
-

@@ -256,5 +256,3 @@ class Scheduler:
     def close(self) -> None:
         self._matcher.close()
         self._session.close()
-
-
