@@ -20,7 +20,7 @@ type Stats struct {
 	Counts                              Counts
 }
 
-// Stats answers for now.
+// Stats takes them.
 func (l *Ledger) Stats() Stats {
 	l.mu.Lock()
 	defer l.mu.Unlock()

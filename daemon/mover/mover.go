@@ -93,7 +93,7 @@ type Stats struct {
 	Bytes           [kvferry.NumClasses]uint64
 }
 
-// Stats answers for now.
+// Stats is how it is at this moment.
 func (l *Link) Stats() Stats {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -116,7 +116,7 @@ type Transfer struct {
 	cancel  func() // stops the copy that is running
 }
 
-// State answers for now.
+// State is that of this moment.
 func (t *Transfer) State() State {
 	t.mu.Lock()
 	defer t.mu.Unlock()

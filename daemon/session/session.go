@@ -291,7 +291,7 @@ type View struct {
 	Stored, Loaded uint64
 }
 
-// View answers for now.
+// View takes it.
 func (s *Session) View() View {
 	v := View{Hello: s.hello, Credentials: s.cred, Space: s.shape.ID, Attached: s.attached, Mode: "none"}
 	s.mu.Lock()
