@@ -1,5 +1,6 @@
 """One process's connection with one incarnation of the daemon, and the operations that run over it."""
 
+import hashlib
 import mmap
 import queue
 import threading
@@ -11,8 +12,16 @@ import grpc
 from kvferry import _native, wire
 from kvferry.v1 import engine_pb2 as pb
 
+REQUEST_ID_BYTES_MAX = 256
 # Messages that wait while the daemon does not read; more are dropped. Operations are bounded by their words.
 QUEUED_MAX = 8192
+
+
+def wire_request_id(request_id: str) -> str:
+    """The name of a request in messages: a client may have chosen one that is longer than they allow."""
+    if len(request_id) <= REQUEST_ID_BYTES_MAX // 4 or len(request_id.encode(errors="replace")) <= REQUEST_ID_BYTES_MAX:
+        return request_id
+    return "sha256:" + hashlib.sha256(request_id.encode(errors="replace")).hexdigest()
 
 
 class Refusal(Exception):
@@ -115,7 +124,7 @@ class Attachment:
                     operation=op.number,
                     word=op.word,
                     space_id=space_id,
-                    request_id=request_id,
+                    request_id=wire_request_id(request_id),
                     region=region,
                     block_ids=block_ids,
                     hashes=hashes,
@@ -131,7 +140,7 @@ class Attachment:
 
         def message(op: Operation) -> pb.SessionRequest:
             load = pb.Load(
-                operation=op.number, word=op.word, space_id=space_id, request_id=request_id, hashes=hashes, deadline_ms=deadline_ms
+                operation=op.number, word=op.word, space_id=space_id, request_id=wire_request_id(request_id), hashes=hashes, deadline_ms=deadline_ms
             )
             if ticket is None:
                 return pb.SessionRequest(load=load)
@@ -165,7 +174,7 @@ class Attachment:
     def match(self, space_id: bytes, request_id: str, hashes: bytes, lease_ms: int, timeout_s: float) -> grpc.Future:
         """Asks how much of a prompt is resident; the future gives a MatchResponse."""
         request = pb.MatchRequest(
-            session_id=self.welcome.session_id, request_id=request_id, space_id=space_id, hashes=hashes, lease_ms=lease_ms
+            session_id=self.welcome.session_id, request_id=wire_request_id(request_id), space_id=space_id, hashes=hashes, lease_ms=lease_ms
         )
         return self._match_call.future(request, timeout=timeout_s)
 

@@ -59,7 +59,7 @@ class Session:
         self._sequence = 0
         self._call: grpc.Call | None = None
         self._closed = threading.Event()
-        self._complained = False
+        self._complaint = ""  # why there is no attachment, as it was last said
         self.attachment: Attachment | None = None
         self._thread: threading.Thread | None = None
 
@@ -102,9 +102,9 @@ class Session:
                     backoff_s = BACKOFF_MIN_S
             if self._closed.is_set():
                 return
-            if not self._complained:
-                self._complained = True
-                self._log.warning("kvferry: no daemon at %s (%s): nothing is cached until it is there", self._socket_path, reason)
+            if reason != self._complaint:
+                self._complaint = reason
+                self._log.warning("kvferry: not attached to a daemon at %s: %s; nothing is cached until then", self._socket_path, reason)
             self._closed.wait(backoff_s * random.uniform(0.5, 1.0))
             backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
 
@@ -164,7 +164,7 @@ class Session:
         if self._regions and (attachment.pool is None or attachment.words is None):
             raise wire.WireError("the daemon handed out no pool or no operation words")
         self._log.info("kvferry: attached to kvferryd %s, pool of %d MiB", attachment.welcome.version, attachment.welcome.pool_bytes >> 20)
-        self._complained = False
+        self._complaint = ""
         with self._lock:
             self.attachment = attachment
             space = self._hello.space

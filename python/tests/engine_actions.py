@@ -83,6 +83,12 @@ def wait_space(llm, timeout_s=15.0):
     _poll(known, timeout_s)
 
 
+def wait_heard(llm, timeout_s=15.0):
+    """Until a look-up was answered in time."""
+    matcher = connectors(llm)[0]._scheduler._matcher
+    _poll(lambda: not matcher._silent, timeout_s)
+
+
 def wait_stored(llm, timeout_s=20.0):
     """Until no store of this rank is under way."""
     worker = connectors(llm)[1]._worker

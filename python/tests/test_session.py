@@ -11,7 +11,7 @@ from daemon import wait_for
 from fake_daemon import WORDS, FakeDaemon
 
 from kvferry import _native, wire
-from kvferry.attachment import Refusal
+from kvferry.attachment import Refusal, wire_request_id
 from kvferry.memory import SharedMemory
 from kvferry.session import Session
 from kvferry.v1 import engine_pb2 as pb
@@ -191,3 +191,13 @@ def test_descriptor_packets():
     for bad in (b"", good[:-1], b"x" + good[1:], good[:4] + b"\2" + good[5:]):
         with pytest.raises(wire.WireError):
             wire.unpack_descriptors(bad)
+
+
+@pytest.mark.parametrize("request_id", ["short", "x" * 256, "é" * 128])
+def test_request_ids_that_fit_are_kept(request_id):
+    assert wire_request_id(request_id) == request_id
+
+
+@pytest.mark.parametrize("request_id", ["x" * 257, "é" * 129, "\ud800" * 300])
+def test_request_ids_that_do_not_fit_are_hashed(request_id):
+    assert wire_request_id(request_id).startswith("sha256:") and len(wire_request_id(request_id)) == 71

@@ -212,3 +212,6 @@ def test_api_server(model, reference, daemon, tmp_path):
         assert [again["tokens"]] == reference([prompt])
         assert again["cached"] == 896
         assert server.metrics()["loaded_blocks_total"] == 7
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(30)
+    wait_for(daemon.gone, 5, "the engine's sessions are gone")

@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from kvferry import wire
-from kvferry.attachment import Attachment
+from kvferry.attachment import Attachment, wire_request_id
 from kvferry.v1 import engine_pb2 as pb
 
 TICKET_BYTES_MAX = 64 << 10
@@ -29,7 +29,7 @@ def make_offer(
         offer_id=os.urandom(16),
         secret=os.urandom(16),
         space_id=space_id,
-        request_id=request.request_id[:256],
+        request_id=wire_request_id(request.request_id),
         hashes=b"".join(hashes),
         tokens=request.num_prompt_tokens,
         lifetime_ms=lifetime_ms,

@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 from kvferry import wire
+from kvferry.attachment import wire_request_id
 from kvferry.session import Session
 from kvferry.v1 import engine_pb2 as pb
 from kvferry.vllm.config import Config
@@ -228,7 +229,7 @@ class Scheduler:
     def _release_leases(self) -> None:
         if not self._leases:
             return
-        leases, self._leases = sorted(self._leases), set()
+        leases, self._leases = [wire_request_id(r) for r in self._leases], set()
         if (attachment := self._session.attachment) is not None:
             for at in range(0, len(leases), RELEASES_MAX):
                 release = pb.ReleaseLease(request_ids=leases[at : at + RELEASES_MAX])
