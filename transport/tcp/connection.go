@@ -13,8 +13,8 @@ import (
 )
 
 const (
-	groupPayload = 512 << 10 // requests that have come are answered together up to this
-	writeSize    = 1 << 20   // that is written under one deadline
+	groupPayload = 1 << 20 // requests that have come are answered together up to this
+	writeSize    = 1 << 20 // that is written under one deadline
 )
 
 // connection is the server's end of a lane, used by one goroutine.

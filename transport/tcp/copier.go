@@ -15,7 +15,7 @@ const (
 	laneShare    = 1 << 20   // bytes that make a lane of its own worth while
 	aheadMax     = 4 << 20   // payload that a lane asks for ahead: the server shall never wait for a request
 	aheadMin     = 512 << 10 // the same at the end of a batch, so that all lanes end together
-	togetherMost = 512 << 10 // payload that small copies make up one request to
+	togetherMost = 1 << 20   // payload that small copies make up one request to
 )
 
 // copier is a Link seen through one claim's key.

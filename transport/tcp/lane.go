@@ -105,7 +105,7 @@ func (n *lane) ask(key [16]byte, q *queue) error {
 		return nil
 	}
 	for len(n.pieces) < 2 || (n.payload < ahead && n.request < aheadRequests) {
-		p := n.compose(q)
+		p := n.compose(q, min(togetherMost, ahead/2))
 		if len(p.parts) == 0 {
 			break
 		}
@@ -127,15 +127,15 @@ func (n *lane) ask(key [16]byte, q *queue) error {
 	return err
 }
 
-// compose makes the next request: of one large job a part, or several small jobs whole. Its spans are in n.spans.
-func (n *lane) compose(q *queue) (p piece) {
+// compose makes the next request: of one large job a part, or several small jobs whole, together bytes of them. Its spans are in n.spans.
+func (n *lane) compose(q *queue, together uint64) (p piece) {
 	n.spans = n.spans[:0]
 	for {
 		if n.current == nil {
 			n.current = n.begin(q)
 		}
 		j := n.current
-		if j == nil || (len(p.parts) > 0 && (j.alone || p.length+j.remaining > togetherMost || len(n.spans)+len(j.Copy.Src) > rangesMax)) {
+		if j == nil || (len(p.parts) > 0 && (j.alone || p.length+j.remaining > together || len(n.spans)+len(j.Copy.Src) > rangesMax)) {
 			return p
 		}
 		var length uint64
