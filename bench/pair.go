@@ -10,14 +10,14 @@ import (
 	"github.com/kvferry/kvferry/standin/process"
 )
 
-// pair is two nodes with a worker each.
+// pair is two nodes with a worker each, and a second worker on the first.
 type pair struct {
-	dir             string
-	a, b            *process.Node
-	prefill, decode *process.Worker
+	dir                   string
+	a, b                  *process.Node
+	prefill, decode, near *process.Worker // decode is on b; near decodes too, but beside prefill
 }
 
-// newPair starts two nodes with pools of so many bytes, and their workers.
+// newPair starts two nodes with pools of so many bytes, and the workers.
 func (b *bench) newPair(ctx context.Context, pool uint64, prefill, decode standin.Shape) (p *pair, err error) {
 	p = &pair{}
 	defer func() {
@@ -48,7 +48,7 @@ func (b *bench) newPair(ctx context.Context, pool uint64, prefill, decode standi
 		to    **process.Worker
 		node  *process.Node
 		shape standin.Shape
-	}{{"prefill", &p.prefill, p.a, prefill}, {"decode", &p.decode, p.b, decode}} {
+	}{{"prefill", &p.prefill, p.a, prefill}, {"decode", &p.decode, p.b, decode}, {"near", &p.near, p.a, decode}} {
 		if *w.to, err = process.StartWorker(w.name); err != nil {
 			return nil, err
 		}
@@ -64,7 +64,7 @@ func (p *pair) poolPath(node string) string {
 }
 
 func (p *pair) close() {
-	for _, w := range []*process.Worker{p.prefill, p.decode} {
+	for _, w := range []*process.Worker{p.prefill, p.decode, p.near} {
 		if w != nil {
 			w.Close()
 		}

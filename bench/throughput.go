@@ -35,8 +35,8 @@ const warmUp = 9
 
 // measured is what the rounds have given.
 type measured struct {
-	store, load, handoff, fetch []time.Duration
-	stores, loads, plain        variants
+	store, load, handoff, fetch, near []time.Duration
+	stores, loads, plain              variants
 }
 
 // rig is one case's set-up.
@@ -77,6 +77,7 @@ func (b *bench) throughput(ctx context.Context, c testCase, streams *streams) er
 	b.speed("store_"+c.name, bytes, m.store, limit, "memcpy, "+best, ok)
 	best, limit = m.loads.fastest()
 	b.speed("load_"+c.name, bytes, m.load, limit, "memcpy, "+best, ok)
+	b.speed("handoff_local_"+c.name, bytes, m.near, limit, "memcpy, "+best, ok)
 	best, limit = m.plain.fastest()
 	b.speed("handoff_tcp_"+c.name, bytes, m.handoff, limit, "TCP, "+b.between+", "+best, ok)
 	b.speed("fetch_tcp_"+c.name, bytes, m.fetch, limit, "TCP, "+b.between+", "+best, ok)
@@ -109,7 +110,8 @@ func (r *rig) round(ctx context.Context, round int, m *measured, streams *stream
 	if err := r.limits(ctx, m.loads, true, round); err != nil {
 		return err
 	}
-	ticket, err := r.prefill.Offer(ctx, process.OfferArgs{RequestID: "bench", Hashes: hashes, Tokens: uint32(len(hashes)), LifetimeMs: 60_000})
+	offer := process.OfferArgs{RequestID: "bench", Hashes: hashes, Tokens: uint32(len(hashes)), LifetimeMs: 60_000}
+	ticket, err := r.prefill.Offer(ctx, offer)
 	if err != nil {
 		return err
 	}
@@ -118,6 +120,14 @@ func (r *rig) round(ctx context.Context, round int, m *measured, streams *stream
 		return err
 	}
 	m.handoff, m.fetch = append(m.handoff, took), append(m.fetch, inPool)
+	// Another worker on the same node takes the same prompt, by an offer of its own.
+	if ticket, err = r.prefill.Offer(ctx, offer); err != nil {
+		return err
+	}
+	if took, _, err = r.load(ctx, r.near, 0, round, at, hashes, ticket); err != nil {
+		return err
+	}
+	m.near = append(m.near, took)
 	return streams.measure(m.plain, round)
 }
 
@@ -131,7 +141,12 @@ func (r *rig) fill(ctx context.Context) error {
 	if err := r.prefill.Scribble(ctx, blockRange(n, targets*r.blocks)); err != nil {
 		return err
 	}
-	return r.decode.Scribble(ctx, blockRange(0, targets*r.blocks))
+	for _, w := range []*process.Worker{r.decode, r.near} {
+		if err := w.Scribble(ctx, blockRange(0, targets*r.blocks)); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // take is the first block of the next source window: everything that is timed reads another one than what was read last.
