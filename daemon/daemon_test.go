@@ -156,6 +156,7 @@ func TestTickets(t *testing.T) {
 	if n := attempt("d1", fine); n != 8 {
 		t.Errorf("good ticket: %d blocks", n)
 	}
+	eventually(t, "both offers are done", func() bool { return a.counters.Value("offers", "done") == 2 })
 	if n := attempt("d1", fine); n != 0 {
 		t.Errorf("used ticket: %d blocks", n)
 	}
