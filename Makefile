@@ -33,6 +33,7 @@ $(VENV)/installed: python/pyproject.toml python/setup.py $(wildcard csrc/copyshi
 .PHONY: test
 test: build lint check-generated $(VENV)/installed ## what a change must pass: linters, Go tests with the race detector, Python tests (at most 8 minutes)
 	$(GO) test -race -timeout 6m ./...
+	$(GO) test -count=1 ./daemon/sim -args -seeds 200
 	$(VENV)/bin/python -m pytest -q -m 'not vllm' python/tests
 
 .PHONY: race
