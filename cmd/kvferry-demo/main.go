@@ -37,7 +37,7 @@ func run(args []string) error {
 	f.StringVar(&o.daemon, "daemon", filepath.Join(filepath.Dir(self), "kvferryd"), "the daemon's executable")
 	f.StringVar(&o.trace, "trace", "../shared/traces/conversation.jsonl.gz", "conversation trace, gzipped JSON lines; where it is not there, the part that is built in")
 	f.IntVar(&o.requests, "requests", 1500, "how many requests of the trace")
-	f.IntVar(&o.flight, "flight", 4, "requests under way at a time")
+	f.IntVar(&o.flight, "flight", 2, "requests under way at a time")
 	f.BoolVar(&o.keep, "keep", false, "leave all of it running at the end, until ctrl-C")
 	if err := f.Parse(args); err != nil {
 		return err
