@@ -5,8 +5,13 @@
 
 #include <pthread.h>
 #include <stdbool.h>
+#include <sys/mman.h>
 
 #include "kvcopy.h"
+
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22 // Linux 5.14
+#endif
 
 // As in the Region message: block b has its bytes at base + b*stride.
 typedef struct {
@@ -226,6 +231,28 @@ done:
     return result;
 }
 
+PyDoc_STRVAR(populate_doc, "populate(memory, offset, length) -> bool\n--\n\n"
+                           "Has page tables filled for reading a range of a mapping; False where the kernel cannot.");
+
+static PyObject *populate(PyObject *self, PyObject *args) {
+    (void)self;
+    Py_buffer memory;
+    unsigned long long offset, length;
+    if (!PyArg_ParseTuple(args, "y*KK:populate", &memory, &offset, &length))
+        return NULL;
+    int failed = 1;
+    bool fits = inside(offset, length, &memory);
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS
+        failed = madvise((uint8_t *)memory.buf + offset, length, MADV_POPULATE_READ);
+        Py_END_ALLOW_THREADS
+    } else {
+        PyErr_SetString(PyExc_ValueError, "offset: the range lies outside of the memory");
+    }
+    PyBuffer_Release(&memory);
+    return fits ? PyBool_FromLong(!failed) : NULL;
+}
+
 static uint64_t *word_at(const Py_buffer *memory, Py_ssize_t offset) {
     if (offset < 0 || offset % 8 || !inside((uint64_t)offset, 8, memory)) {
         PyErr_Format(PyExc_ValueError, "offset: %zd is no place of a word", offset);
@@ -306,7 +333,8 @@ static PyMethodDef methods[] = {
     {"copy_blocks", copy_blocks, METH_VARARGS, copy_blocks_doc}, {"load_blocks", load_blocks, METH_VARARGS, load_blocks_doc},
     {"load_u64", load_u64, METH_VARARGS, load_u64_doc},          {"store_u64", store_u64, METH_VARARGS, store_u64_doc},
     {"swap_u64", swap_u64, METH_VARARGS, swap_u64_doc},          {"crc32c", crc32c, METH_VARARGS, crc32c_doc},
-    {"isa", isa, METH_NOARGS, isa_doc},                          {NULL, NULL, 0, NULL},
+    {"populate", populate, METH_VARARGS, populate_doc},          {"isa", isa, METH_NOARGS, isa_doc},
+    {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef module = {

@@ -140,7 +140,12 @@ class Attachment:
 
         def message(op: Operation) -> pb.SessionRequest:
             load = pb.Load(
-                operation=op.number, word=op.word, space_id=space_id, request_id=wire_request_id(request_id), hashes=hashes, deadline_ms=deadline_ms
+                operation=op.number,
+                word=op.word,
+                space_id=space_id,
+                request_id=wire_request_id(request_id),
+                hashes=hashes,
+                deadline_ms=deadline_ms,
             )
             if ticket is None:
                 return pb.SessionRequest(load=load)

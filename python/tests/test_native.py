@@ -1,5 +1,6 @@
 """The C helper against plain Python."""
 
+import mmap
 import os
 import random
 import struct
@@ -138,3 +139,10 @@ def test_words():
     for offset in (-8, 4, 64, 2**40):
         with pytest.raises(ValueError):
             _native.load_u64(memory, offset)
+
+
+def test_populate():
+    memory = mmap.mmap(-1, 1 << 20)
+    assert _native.populate(memory, 0, 1 << 20) in (True, False)  # kernels before 5.14 cannot
+    with pytest.raises(ValueError, match="offset: the range lies outside"):
+        _native.populate(memory, 4096, 1 << 20)

@@ -26,7 +26,7 @@ class Config:
     store_timeout_ms: int = 10000
     hold_ms: int = 2000  # blocks of a handed-over request are kept so long for their stores
     offer_lifetime_ms: int = 0  # 0 is the daemon's default
-    copy_threads: int = 1  # for loads of 16 MiB and more; 1 or 2
+    copy_threads: int = 2  # for copies of 16 MiB and more; 1 or 2
 
 
 def read_config(extra: dict[str, Any]) -> Config:

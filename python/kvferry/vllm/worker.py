@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from kvferry import _native, wire
-from kvferry.attachment import Operation, Refusal
+from kvferry.attachment import Attachment, Operation, Refusal
 from kvferry.session import Session
+from kvferry.threads import start_thread
 from kvferry.v1 import engine_pb2 as pb
 from kvferry.vllm.config import Config
 from kvferry.vllm.layout import KVMemory, Staging, pack
@@ -19,6 +20,7 @@ from kvferry.vllm.meta import RankMeta, StepMeta, StoreJob
 from kvferry.vllm.metrics import Stats, Tallies
 
 _REGION = 1
+_POPULATE_BYTES = 64 << 20
 # vLLM's own pause after a step without work is a millisecond.
 IDLE_WAIT_S = 0.0005
 
@@ -62,7 +64,7 @@ class Worker:
         assert shared is not None
         self._hello.regions.append(region)
         self._loader = Loader(self._memory, self._config.load_timeout_ms, self._config.copy_threads, self._tallies, self._log)
-        self._session = Session(self._config.socket, self._config.descriptors, self._hello, {_REGION: shared.fd}, self._log)
+        self._session = Session(self._config.socket, self._config.descriptors, self._hello, {_REGION: shared.fd}, self._log, self._populate)
         self._session.start()
         self._log.info(
             "kvferry: rank %d serves %d blocks of %d KiB, %s, copies with %s",
@@ -72,6 +74,18 @@ class Worker:
             "lent" if lend else f"staged through {self._staging.slots} slots",  # type: ignore[union-attr]
             _native.isa(),
         )
+
+    def _populate(self, attachment: Attachment) -> None:
+        """Touches the pool ahead of the loads: its page faults would take up to a third of a first load's time."""
+
+        def touch() -> None:
+            pool = attachment.pool
+            for offset in range(0, len(pool) if pool is not None else 0, _POPULATE_BYTES):
+                length = min(_POPULATE_BYTES, len(pool) - offset)
+                if attachment.lost or not _native.populate(pool, offset, length):
+                    return
+
+        start_thread("kvferry-populate", touch)
 
     def before_step(self, meta: StepMeta) -> None:
         """Takes back what this step writes again: before blocks are zeroed, loaded into or computed."""
