@@ -67,6 +67,7 @@ type Session struct {
 	free       []uint32     // words
 	copies     sync.RWMutex // read-held while the mappings are used; Close takes it to unmap
 	draining   atomic.Bool
+	background sync.WaitGroup
 	closed     bool // guarded by copies
 }
 
@@ -100,7 +101,22 @@ func Attach(ctx context.Context, c Config) (*Session, error) {
 		return nil, fmt.Errorf("attach to %s: %w", c.SocketsDir, err)
 	}
 	go s.receive()
+	if c.Memory != nil {
+		s.background.Go(s.populate)
+	}
 	return s, nil
+}
+
+// populate has the pool's pages mapped before the first loads need them, in steps that let Close in between.
+func (s *Session) populate() {
+	const step = 16 << 20
+	for at := 0; at < int(s.Welcome.PoolBytes); at += step {
+		if !s.useWords(func() {
+			_ = unix.Madvise(s.pool[min(at, len(s.pool)):min(at+step, len(s.pool))], unix.MADV_POPULATE_READ)
+		}) {
+			return // an old kernel does not know it: then the pages come when they are read
+		}
+	}
 }
 
 func (s *Session) attach(ctx, life context.Context) (err error) {
@@ -265,6 +281,7 @@ func (s *Session) Close() error {
 	<-s.done
 	err := s.conn.Close()
 	s.unmap()
+	s.background.Wait()
 	return err
 }
 
