@@ -46,11 +46,18 @@ func Run(t *testing.T, open Open) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			dst, src := NewMemory(t, dstID, size), NewMemory(t, srcID, size)
-			Fill(src.Bytes, 1)
+			copy(src.Bytes, content())
 			c.run(&bench{T: t, dst: dst, src: src, Copier: open(t, dst, src)})
 		})
 	}
 }
+
+// content is what each case's source holds: made once, since making it takes longer than most cases.
+var content = sync.OnceValue(func() []byte {
+	b := make([]byte, size)
+	Fill(b, 1)
+	return b
+})
 
 // bench is one case's set-up.
 type bench struct {
