@@ -406,3 +406,36 @@ func TestOfferOfWhatIsThere(t *testing.T) {
 		eventually(t, name+": the offer ends", func() bool { return a.registry.OpenOffers() == 0 })
 	}
 }
+
+// What is here already is answered before the rest is fetched, and a large fetch in parts.
+func TestAcceptAnswersInParts(t *testing.T) {
+	big := func(c *Config) { c.Pool.Size = 2<<20 + 6*(8<<20) }
+	a, b := newNode(t, big), newNode(t, big)
+	shape := standin.Shape{Blocks: 64, Planes: 1, PlaneBytes: 1 << 20}
+	with := func(instance string, mem **standin.Memory) func(*standin.Config) {
+		return func(c *standin.Config) {
+			m, err := standin.NewMemory(shape)
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { _ = m.Close() })
+			c.Instance, c.Memory, *mem = instance, m, m
+		}
+	}
+	var am, bm *standin.Memory
+	s, _ := a.attach(worker, with("prefill", &am))
+	sched, _ := a.attach(scheduler)
+	d, _ := b.attach(worker, with("decode", &bm))
+	hashes, parents := prompt(30, 3)
+	store(t, s, am, 0, hashes, parents)
+	store(t, d, bm, 0, hashes[10:14], parents[10:14])
+	ticket, err := sched.Offer("r", hashes, 480, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := load(t, d, bm, 32, hashes, ticket); got.Loaded != 30 {
+		t.Fatalf("handed over %+v", got)
+	}
+	_ = d.Close()
+	b.nothingHeld()
+}

@@ -123,7 +123,7 @@ func TestPeerFails(t *testing.T) {
 	if err := syscall.Kill(p.Pid(), syscall.SIGSTOP); err != nil {
 		t.Fatal(err)
 	}
-	if r, took := fetch(frozen, 800); r.Loaded != 0 || took > 3*time.Second {
+	if r, took := fetch(frozen, 3000); r.Loaded != 0 || took > 4*time.Second {
 		t.Errorf("frozen: %d loaded after %v", r.Loaded, took)
 	}
 	_ = syscall.Kill(p.Pid(), syscall.SIGCONT)

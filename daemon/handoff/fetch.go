@@ -2,7 +2,6 @@ package handoff
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"sync"
@@ -10,7 +9,6 @@ import (
 
 	"github.com/kvferry/kvferry"
 	"github.com/kvferry/kvferry/daemon/counters"
-	"github.com/kvferry/kvferry/daemon/mover"
 	"github.com/kvferry/kvferry/tiers"
 	"github.com/kvferry/kvferry/transport"
 )
@@ -34,6 +32,8 @@ type FetchRequest struct {
 	Shape    tiers.SpaceShape
 	Shard    uint16
 	Hashes   []byte
+	// Arrived is called, from Fetch's own goroutine, with the indexes of blocks that have come while others are still on their way. May be nil.
+	Arrived func(at []int)
 }
 
 // FetchStatus is how a block of a fetch ended. Only Fetched means that it is in the pool.
@@ -84,6 +84,9 @@ type Fetcher struct {
 
 // NewFetcher makes one without peers.
 func NewFetcher(cfg FetcherConfig) *Fetcher { return &Fetcher{cfg: cfg, peers: map[string]*peer{}} }
+
+// partBytes is about how much one transfer of a fetch has: what has come is used while the rest is under way.
+const partBytes = 8 << 20
 
 // claimWait is how long a peer may wait for stores that are still running, at a time.
 const claimWait = 3 * time.Second
@@ -278,13 +281,16 @@ func (f *Fetcher) read(ctx context.Context, p *peer, q FetchRequest, a ClaimAnsw
 	if len(blocks) == 0 {
 		return pending, nil
 	}
-	t := &transferIn{f: f, crcs: make([]uint32, 0, len(blocks)), done: make(chan struct{})}
+	var parts []*transferIn
 	var running []int
 	for k, fill := range f.cfg.Ledger.BeginFill(q.Space, q.Shard, blocks) {
 		i := source[k]
 		switch fill.Status {
 		case tiers.FillNew:
-			t.add(f.cfg.Pool.ID, fill, kvferry.Segment{Region: p.region.ID, Offset: a.Offsets[i], Length: a.ShardBytes}, a.CRC32C[i], at[i])
+			if len(parts) == 0 || parts[len(parts)-1].bytes >= partBytes {
+				parts = append(parts, &transferIn{f: f, done: make(chan struct{})})
+			}
+			parts[len(parts)-1].add(f.cfg.Pool.ID, fill, kvferry.Segment{Region: p.region.ID, Offset: a.Offsets[i], Length: a.ShardBytes}, a.CRC32C[i], at[i])
 		case tiers.FillBusy:
 			out[at[i]] = NoRoom
 		case tiers.FillPresent:
@@ -293,7 +299,7 @@ func (f *Fetcher) read(ctx context.Context, p *peer, q FetchRequest, a ClaimAnsw
 			running = append(running, at[i])
 		}
 	}
-	err = t.run(ctx, p, a, out)
+	err = f.transfer(ctx, p, q, a, parts, out)
 	f.awaitOthers(ctx, q, running, out)
 	return pending, err
 }
@@ -340,109 +346,4 @@ func (f *Fetcher) endClaim(p *peer, q FetchRequest, key [16]byte, received uint3
 			f.cfg.Log.Debug("end claim", "peer", p.address, "error", err) // it ends with its lease
 		}
 	})
-}
-
-// transferIn is one transfer from a peer's pool into this one.
-type transferIn struct {
-	f     *Fetcher
-	fills []tiers.Fill
-	crcs  []uint32 // that the peer told
-	at    []int    // index into the request
-	batch []transport.Copy
-	done  chan struct{}
-
-	mu     sync.Mutex
-	status []FetchStatus // beside fills; set when done
-	err    error
-}
-
-func (t *transferIn) add(pool kvferry.RegionID, fill tiers.Fill, src kvferry.Segment, crc uint32, at int) {
-	t.fills = append(t.fills, fill)
-	t.crcs = append(t.crcs, crc)
-	t.at = append(t.at, at)
-	t.batch = append(t.batch, transport.Copy{
-		Dst: []kvferry.Segment{{Region: pool, Offset: fill.Place.Offset, Length: fill.Place.Length}}, Src: []kvferry.Segment{src},
-	})
-}
-
-// run submits the transfer and waits until it is quiet or ctx has ended.
-func (t *transferIn) run(ctx context.Context, p *peer, a ClaimAnswer, out []FetchStatus) error {
-	if len(t.fills) == 0 {
-		return nil
-	}
-	copier := p.copier(a, t.f.cfg.Pool)
-	deadline, _ := ctx.Deadline()
-	m := &mover.Transfer{Class: kvferry.ClassHandoff, Copier: copier, Batch: t.batch, Deadline: deadline}
-	m.Quiet = func(mover.Outcome) { t.quiet(copier) }
-	if err := p.link.Submit(m); err != nil {
-		_ = copier.Close()
-		t.f.cfg.Ledger.Abort(t.fills)
-		if errors.Is(err, mover.ErrBusy) {
-			for _, i := range t.at {
-				out[i] = NoRoom
-			}
-			return nil
-		}
-		return err
-	}
-	renew := time.NewTicker(max(a.Lease/3, 100*time.Millisecond))
-	defer renew.Stop()
-	for waiting := true; waiting; {
-		select {
-		case <-t.done:
-			waiting = false
-		case <-renew.C:
-			// What is read renews the claim by itself; this is for a transfer that waits in its queue.
-			if err := t.f.cfg.Control.Renew(ctx, p.address, a.Epoch, [][16]byte{a.Key}); err != nil {
-				t.f.cfg.Log.Debug("renew claim", "peer", p.address, "error", err) // then the reads will tell
-			}
-		case <-ctx.Done():
-			m.End(mover.Expired)
-			return context.Cause(ctx)
-		}
-	}
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	for k, i := range t.at {
-		out[i] = t.status[k]
-	}
-	return t.err
-}
-
-// quiet publishes what came whole and right, and gives the rest back. Also when the outcome was decided against the transfer: a block that is right is right.
-func (t *transferIn) quiet(copier transport.Copier) {
-	_ = copier.Close()
-	status := make([]FetchStatus, len(t.fills))
-	var good, bad []tiers.Fill
-	var crcs []uint32
-	var first error
-	wrong := 0
-	for k := range t.batch {
-		c := &t.batch[k]
-		switch {
-		case c.Err != nil:
-			status[k] = Failed
-			if first == nil {
-				first = c.Err
-			}
-		case c.CRC32C != t.crcs[k]:
-			status[k] = Failed
-			wrong++
-		default:
-			status[k] = Fetched
-			good, crcs = append(good, t.fills[k]), append(crcs, c.CRC32C)
-			continue
-		}
-		bad = append(bad, t.fills[k])
-	}
-	if wrong > 0 {
-		t.f.cfg.Counters.Add("broken_blocks", "peer", wrong)
-		t.f.cfg.Log.Error("blocks from a peer had the wrong checksum, and were thrown away", "blocks", wrong)
-	}
-	t.f.cfg.Ledger.Commit(time.Now(), good, crcs)
-	t.f.cfg.Ledger.Abort(bad)
-	t.mu.Lock()
-	t.status, t.err = status, first
-	t.mu.Unlock()
-	close(t.done)
 }

@@ -2,6 +2,8 @@ package session
 
 import (
 	"context"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/kvferry/kvferry"
@@ -43,7 +45,8 @@ func (s *Session) Load(r Load) {
 	o.timer = time.AfterFunc(r.Deadline, func() { o.endLoad(OutcomeExpired, "not released by its deadline") })
 	o.mu.Unlock()
 	if r.Ticket == nil {
-		o.answer(space, r.Hashes, nil, time.Now().Add(r.Deadline))
+		a := &answer{o: o, space: space, hashes: r.Hashes, until: time.Now().Add(r.Deadline)}
+		a.send(all(r.Hashes), true)
 		return
 	}
 	if !s.begin() {
@@ -77,43 +80,83 @@ func (s *Session) checkLoad(kind string, r Load) (tiers.SpaceRef, error) {
 	return ref, nil
 }
 
-// accept brings what the ticket names into the pool, and then answers like a Load.
+// accept answers for what is here at once, then for what the ticket names as it comes into the pool.
 func (o *operation) accept(ctx context.Context, space tiers.SpaceRef, r Load) {
 	s := o.s
-	until := time.Now().Add(r.Deadline)
-	// What is here already is not fetched. It is pinned with the rest at the end: what leaves in between is a miss.
+	a := &answer{o: o, space: space, hashes: r.Hashes, until: time.Now().Add(r.Deadline), why: make([]BlockStatus, len(r.Hashes)/kvferry.HashSize)}
 	here, _ := s.m.cfg.Ledger.Await(space, s.shard(), r.Hashes)
+	var local, at []int
 	var missing []byte
-	var at []int
 	for i, state := range here {
-		if state != tiers.SlotResident {
-			missing = append(missing, r.Hashes[i*kvferry.HashSize:][:kvferry.HashSize]...)
-			at = append(at, i)
+		if state == tiers.SlotResident {
+			local = append(local, i)
+			continue
 		}
+		missing = append(missing, r.Hashes[i*kvferry.HashSize:][:kvferry.HashSize]...)
+		at = append(at, i)
 	}
-	why := make([]BlockStatus, len(here))
+	s.m.cfg.Counters.Add("accept_blocks", "local", len(local))
 	shape := s.shape
 	shape.ID = r.Space
 	q := handoff.FetchRequest{
 		Ticket: *r.Ticket, Instance: s.hello.Instance, Rank: s.hello.Rank, TP: s.hello.Space.TP, ClaimID: s.ID<<32 ^ o.number,
 		Space: space, Shape: shape, Shard: s.shard(), Hashes: missing,
 	}
-	if len(missing) > 0 {
-		for i, st := range s.m.cfg.Fetcher.Fetch(ctx, q) {
-			why[at[i]] = statusOf(st)
-		}
-	} else {
+	if len(missing) == 0 {
 		q.Hashes = r.Hashes
 		s.m.cfg.Fetcher.Settle(q)
+		a.send(local, true)
+		return
 	}
-	s.m.cfg.Counters.Add("accept_blocks", "local", len(here)-len(at))
-	o.answer(space, r.Hashes, why, until)
+	a.send(local, false)
+	rest := map[int]bool{}
+	for _, i := range at {
+		rest[i] = true
+	}
+	q.Arrived = func(part []int) {
+		come := make([]int, len(part))
+		for k, i := range part {
+			come[k] = at[i]
+			delete(rest, at[i])
+		}
+		a.send(come, false)
+	}
+	for i, st := range s.m.cfg.Fetcher.Fetch(ctx, q) {
+		a.why[at[i]] = statusOf(st)
+	}
+	a.send(slices.Sorted(maps.Keys(rest)), true)
 }
 
-// answer pins the blocks and tells where they lie. why gives the reason for blocks that are not there; nil: they are misses.
-func (o *operation) answer(space tiers.SpaceRef, hashes []byte, why []BlockStatus, until time.Time) {
-	s := o.s
-	pin, err := s.m.cfg.Ledger.Pin(time.Now(), s.owner(), space, s.shard(), hashes, until)
+// answer tells a Load's process where its blocks lie, in as many parts as they come in. It is used by one goroutine.
+type answer struct {
+	o      *operation
+	space  tiers.SpaceRef
+	hashes []byte        // of the whole Load
+	why    []BlockStatus // reasons for blocks that are not there; nil: they are misses
+	until  time.Time
+	hits   int
+}
+
+// all are the indexes of a Load's blocks.
+func all(hashes []byte) []int {
+	out := make([]int, len(hashes)/kvferry.HashSize)
+	for i := range out {
+		out[i] = i
+	}
+	return out
+}
+
+// send pins the blocks at these rising indexes and tells where they lie. last: nothing comes after them.
+func (a *answer) send(at []int, last bool) {
+	o, s := a.o, a.o.s
+	if len(at) == 0 && !last {
+		return
+	}
+	hashes := make([]byte, 0, len(at)*kvferry.HashSize)
+	for _, i := range at {
+		hashes = append(hashes, a.hashes[i*kvferry.HashSize:][:kvferry.HashSize]...)
+	}
+	pin, err := s.m.cfg.Ledger.Pin(time.Now(), s.owner(), a.space, s.shard(), hashes, a.until)
 	if err != nil {
 		o.endLoad(OutcomeBusy, err.Error())
 		return
@@ -125,41 +168,50 @@ func (o *operation) answer(space tiers.SpaceRef, hashes []byte, why []BlockStatu
 		return
 	}
 	o.holds = append(o.holds, pin.Hold)
-	o.places, o.hashes, o.space = pin.Places, hashes, space
+	o.places, o.hashes, o.space = append(o.places, pin.Places...), append(o.hashes, hashes...), a.space
 	o.mu.Unlock()
 	s.mu.Lock()
 	s.loadedN += uint64(pin.Hits)
 	s.mu.Unlock()
-	statuses := o.sendParts(pin.Places, why)
-	for st, n := range statuses {
-		s.m.cfg.Counters.Add(o.kind+"_blocks", BlockStatus(st).String(), n)
+	a.hits += pin.Hits
+	a.sendParts(at, pin.Places, last)
+	if last {
+		s.wordsMap.decide(o.word, o.number, WordCommitted, OutcomeCommitted, uint32(a.hits))
 	}
-	s.wordsMap.decide(o.word, o.number, WordCommitted, OutcomeCommitted, uint32(pin.Hits))
 }
 
-func (o *operation) sendParts(places []tiers.Place, why []BlockStatus) (count [6]int) {
-	for first := 0; first < len(places); first += loadPart {
-		part := places[first:min(first+loadPart, len(places))]
-		r := LoadResult{
-			Operation: o.number, First: uint32(first), Last: first+len(part) == len(places), ShardBytes: o.s.shape.ShardBytes,
-			Status: make([]byte, len(part)), Offsets: make([]uint64, len(part)), HeaderOffsets: make([]uint64, len(part)),
-			Generations: make([]uint64, len(part)), CRC32C: make([]uint32, len(part)),
+// sendParts sends a LoadResult for each run of neighbours.
+func (a *answer) sendParts(at []int, places []tiers.Place, last bool) {
+	if len(at) == 0 {
+		a.o.s.send(LoadResult{Operation: a.o.number, ShardBytes: a.o.s.shape.ShardBytes, Last: true})
+		return
+	}
+	var count [6]int
+	for from := 0; from < len(at); {
+		to := from + 1
+		for to < len(at) && at[to] == at[to-1]+1 && to-from < loadPart {
+			to++
 		}
-		for i, p := range part {
-			st := Ready
+		r := LoadResult{Operation: a.o.number, First: uint32(at[from]), Last: last && to == len(at), ShardBytes: a.o.s.shape.ShardBytes}
+		for k := from; k < to; k++ {
+			st, p := Ready, places[k]
 			if p.Slot == 0 {
 				st = Miss
-				if why != nil && why[first+i] > Ready {
-					st = why[first+i]
+				if a.why != nil && a.why[at[k]] > Ready {
+					st = a.why[at[k]]
 				}
 			}
 			count[st]++
-			r.Status[i] = byte(st)
-			r.Offsets[i], r.HeaderOffsets[i], r.Generations[i], r.CRC32C[i] = p.Offset, p.HeaderOffset, uint64(p.Generation), p.CRC32C
+			r.Status = append(r.Status, byte(st))
+			r.Offsets, r.HeaderOffsets = append(r.Offsets, p.Offset), append(r.HeaderOffsets, p.HeaderOffset)
+			r.Generations, r.CRC32C = append(r.Generations, uint64(p.Generation)), append(r.CRC32C, p.CRC32C)
 		}
-		o.s.send(r)
+		a.o.s.send(r)
+		from = to
 	}
-	return count
+	for st, n := range count {
+		a.o.s.m.cfg.Counters.Add(a.o.kind+"_blocks", BlockStatus(st).String(), n)
+	}
 }
 
 // endLoad gives the pins of a Load back and ends it. Only the first call does something.

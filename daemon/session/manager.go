@@ -46,7 +46,7 @@ type Limits struct {
 var DefaultLimits = Limits{
 	Sessions: 1024, StoreBlocks: 64, LoadBlocks: 8192, MatchBlocks: 65536, AttachTimeout: 5 * time.Second,
 	StoreDeadline: 10 * time.Second, LoadDeadline: 10 * time.Second, DeadlineMax: time.Minute, LeaseDefault: 30 * time.Second, LeaseMax: 10 * time.Minute,
-	OfferLifetime: 2 * time.Minute, EventsUnread: 1 << 14, SpacesPerOwner: 16,
+	OfferLifetime: 2 * time.Minute, EventsUnread: 1 << 17, SpacesPerOwner: 16,
 }
 
 // Config is what a Manager works with. All fields are set before New and never modified after it.
