@@ -2,7 +2,9 @@
 
 import base64
 import json
+import mmap
 import pathlib
+import random
 import time
 
 import pytest
@@ -222,3 +224,100 @@ def test_ticket_of_an_earlier_epoch(model, reference, tmp_path):
         assert tokens(answer) == reference([prompt])
         assert d.run("metrics").get("loaded_blocks", 0) == 0
         wait_for(lambda: nodes.b.cli("status")["transfers_running"] == 0, 5, "nothing is under way")
+
+
+def flip_payloads(pool: pathlib.Path, slab_bytes: int) -> None:
+    """Flips a bit in every block, and in none of the header tables at the beginning of slabs."""
+    with open(pool, "r+b") as f:
+        memory = mmap.mmap(f.fileno(), 0)
+    for offset in range(2 << 20, len(memory), 100_000):
+        if (offset - (2 << 20)) % slab_bytes > 64 << 10:
+            memory[offset] ^= 1
+    memory.close()
+
+
+def test_flipped_bytes_in_the_pool(model, reference, daemon, tmp_path):
+    asked = prompts(29)
+    with Engine(model, tmp_path, daemon) as engine:
+        engine.run("wait_attached")
+        engine.generate(asked)
+        engine.run("wait_stored")
+        flip_payloads(daemon.directory / "pool", slab_bytes=16 << 20)
+        engine.run("reset")
+        assert tokens(engine.generate(asked)) == reference(asked)
+        counted = engine.run("metrics")
+        assert counted["unloaded_blocks:checksum"] == 22 and counted["loaded_blocks"] == 0
+        engine.run("wait_stored")
+        # The broken ones were thrown out, so that these are stored anew.
+        engine.run("reset")
+        assert tokens(engine.generate(asked)) == reference(asked)
+        engine.run("wait_stored")
+        engine.run("reset")
+        again = engine.generate(asked)
+        assert tokens(again) == reference(asked)
+        assert cached(again) == [896, 896, 1024]
+
+
+@pytest.mark.parametrize("mode", ["lent", "staging"])
+def test_everything_at_once(model, tmp_path, mode):
+    """Requests that share prefixes or come again, more than fit; aborts, resets, a small pool, a daemon that freezes and dies.
+
+    Whatever is loaded must be what was in the block when it was handed to a store. (Without revokes this finds wrong blocks.)
+    """
+    small = {"num_gpu_blocks_override": 60, "block_size": 32, "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+    patience = {"match_wait_ms": 200, "match_timeout_ms": 500, "load_timeout_ms": 1000, "store_timeout_ms": 30000, "mode": mode}
+    with (
+        Daemon(tmp_path / "node", pool="34MiB", slab="4MiB") as daemon,
+        Engine(model, tmp_path, daemon, patience, **small) as engine,
+    ):
+        engine.run("wait_attached")
+        engine.run("watch_bytes")
+        free = engine.run("free_blocks")
+        submitted = run_at_random(engine, daemon, random.Random(30), seconds=45)
+        engine.run("run_out")
+        engine.run("wait_attached")
+        checks, counted = engine.run("checks"), engine.run("metrics")
+        print(submitted, "requests", checks, counted)
+        assert checks["wrong"] == checks["unknown"] == 0
+        assert checks["loaded"] > 50 and checks["stored"] > 100
+        assert not [k for k in counted if k.startswith("errors")]
+        wait_for(lambda: set(engine.run("leftovers").values()) == {0}, 10, "nothing is left over")
+        assert engine.run("free_blocks") == free
+
+
+def run_at_random(engine: Engine, daemon: Daemon, rng: random.Random, seconds: float) -> int:
+    """The number of requests that were submitted; the daemon runs again at the end."""
+    parts = prompts(31, count=4, length=300)
+    history: list[list[int]] = []
+    alive: list[str] = []
+    began, frozen, number = time.monotonic(), False, 0
+    while time.monotonic() - began < seconds:
+        action = rng.random()
+        if action < 0.45 and len(alive) < 10:
+            if history and rng.random() < 0.5:
+                prompt = rng.choice(history[-20:])
+            else:
+                prompt = [t for i in rng.sample(range(4), rng.randint(0, 1)) for t in parts[i]] + prompts(number, 1, rng.randint(40, 400))[
+                    0
+                ]
+                history.append(prompt)
+            number += 1
+            alive.append(f"c{number}")
+            params = {"do_remote_decode": True} if rng.random() < 0.3 else None
+            engine.run("submit", request_id=alive[-1], prompt=prompt, count=rng.randint(1, 120), params=params)
+        elif action < 0.5 and alive:
+            engine.run("abort", request_id=alive.pop(rng.randrange(len(alive))))
+        elif action < 0.53:
+            engine.run("reset")
+        elif action < (0.60 if frozen else 0.56):
+            daemon.thaw() if frozen else daemon.freeze()
+            frozen = not frozen
+        elif action < 0.605 and not frozen:
+            daemon.kill()
+            daemon.start()
+        else:
+            ended = {r.split("-")[0] for r in engine.run("step", times=rng.randint(1, 20))}
+            alive = [r for r in alive if r not in ended]
+    if frozen:
+        daemon.thaw()
+    return number

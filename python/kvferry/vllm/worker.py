@@ -79,8 +79,8 @@ class Worker:
         """Touches the pool ahead of the loads: its page faults would take up to a third of a first load's time."""
 
         def touch() -> None:
-            pool = attachment.pool
-            for offset in range(0, len(pool) if pool is not None else 0, _POPULATE_BYTES):
+            assert (pool := attachment.pool) is not None
+            for offset in range(0, len(pool), _POPULATE_BYTES):
                 length = min(_POPULATE_BYTES, len(pool) - offset)
                 if attachment.lost or not _native.populate(pool, offset, length):
                     return
