@@ -15,11 +15,15 @@ from kvferry.v1 import engine_pb2 as pb
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
 
-from kvferry.vllm.config import Config  # noqa: E402
+import torch  # noqa: E402
+
+from kvferry.vllm.config import Config, unsupported  # noqa: E402
+from kvferry.vllm.layout import _tensor_planes  # noqa: E402
 from kvferry.vllm.loader import Loader, _Load  # noqa: E402
 from kvferry.vllm.meta import LoadJob, RankMeta, StepMeta, StoreJob  # noqa: E402
 from kvferry.vllm.refusal import RefusingWorker  # noqa: E402
 from kvferry.vllm.scheduler import Scheduler  # noqa: E402
+from kvferry.vllm.space import weights_digest  # noqa: E402
 from kvferry.vllm.worker import Worker  # noqa: E402
 
 BLOCKS, LAYERS, PER_LAYER = 16, 3, 1024
@@ -253,13 +257,75 @@ def test_a_rank_that_refuses_ends_loads(side):
     assert not side.step({"b": [7, 8]}).stores
 
 
+def engine_config(groups=1, algorithm="sha256_cbor", **parallel):
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    shape = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    full = FullAttentionSpec(**shape, sliding_window=parallel.pop("full_window", None))
+    spec = SlidingWindowSpec(**shape, sliding_window=32) if parallel.pop("window", False) else full
+    sizes = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, **parallel}
+    vllm_config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**sizes), cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm)
+    )
+    return vllm_config, SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * groups)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, None),
+        ({"groups": 2}, "2 KV groups"),
+        ({"window": True}, "SlidingWindowSpec"),
+        ({"full_window": 64}, "a window"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"decode_context_parallel_size": 2}, "context parallelism"),
+        ({"nnodes": 2}, "several nodes"),
+        ({"algorithm": "xxhash"}, "PYTHONHASHSEED"),
+    ],
+)
+def test_what_is_not_supported_is_named(fields, said, monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    reason = unsupported(*engine_config(**fields))
+    assert reason is None if said is None else said in reason
+
+
+def test_planes_of_layouts():
+    def planes(t, blocks):
+        return [(p.base, p.stride, p.bytes) for p in _tensor_planes("l", t, blocks, 0)]
+
+    # A storage with the layers one after the other; K and V apart; blocks that the backend cuts in two.
+    whole = torch.zeros(1000)
+    assert planes(torch.as_strided(whole, (5, 2, 4), (8, 4, 1), 40), 5) == [(160, 32, 32)]
+    assert planes(torch.zeros(2, 5, 4), 5) == [(0, 16, 16), (80, 16, 16)]
+    assert planes(torch.zeros(10, 4), 5) == [(0, 32, 32)]
+    # The inside of a block may be permuted, but must be in one piece.
+    assert planes(torch.zeros(5, 4, 2).permute(0, 2, 1), 5) == [(0, 32, 32)]
+    for bad in (torch.zeros(4, 5, 8)[:, :, :4].permute(1, 0, 2), torch.zeros(3, 4), torch.as_strided(whole, (10, 4), (8, 1))):
+        with pytest.raises(ValueError, match="KV memory of l"):
+            planes(bad, 5)
+
+
+def test_weights_digest(tmp_path):
+    from safetensors.torch import save_file
+
+    weights = {"a": torch.zeros(5000), "b": torch.ones(3)}
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    first = weights_digest(str(tmp_path))
+    (tmp_path / "README.md").write_text("not a weight")
+    assert weights_digest(str(tmp_path)) == first
+    weights["a"][-1] = 1
+    save_file(weights, tmp_path / "model.safetensors")
+    second = weights_digest(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"rope_theta": 1}')
+    assert len({first, second, weights_digest(str(tmp_path))}) == 3
+
+
 # ---- a rank ----
 
 
 class Rank:
     def __init__(self, fake, **fields):
-        import torch
-
         whole = torch.zeros(BLOCKS * LAYERS * PER_LAYER, dtype=torch.float32)
         whole.uniform_()
         shape, stride = (BLOCKS, 2, 4, PER_LAYER // 8), (PER_LAYER, PER_LAYER // 2, PER_LAYER // 8, 1)

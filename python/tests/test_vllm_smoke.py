@@ -125,6 +125,17 @@ def test_models_do_not_share(model, daemon, tmp_path):
             engine.run("wait_stored")
 
 
+def test_what_cannot_be_served_is_said_once(model, reference, daemon, tmp_path):
+    asked = prompts(11)
+    with Engine(model, tmp_path, daemon, {"mode": "staging", "staging_bytes": 4096}) as engine:
+        for _ in range(2):
+            assert tokens(engine.generate(asked)) == reference(asked)
+            engine.run("reset")
+        (said,) = [line for line in engine.log().splitlines() if "nothing is cached:" in line]
+        assert "staging_bytes: 4096 is less than a block" in said
+    assert daemon.cli("status")["tiers"][0]["blocks"] == 0
+
+
 def prefill(engine: Engine, prompt: list[int]) -> dict:
     """The parameters that a proxy carries from the prefill engine's answer to the decode engine."""
     (answer,) = engine.generate([prompt], 1, params={"do_remote_decode": True, "do_remote_prefill": False})
