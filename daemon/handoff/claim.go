@@ -144,10 +144,8 @@ func (r *Registry) takeLocked(o *offer, q ClaimRequest) error {
 	if o.Space != q.Space {
 		return fmt.Errorf("%w: claim.space_id: %v, the offer's is %v", ErrMismatch, q.Space, o.Space)
 	}
-	for i := 0; i < len(q.Hashes); i += kvferry.HashSize {
-		if !o.known[kvferry.Hash(q.Hashes[i:])] {
-			return fmt.Errorf("%w: claim.hashes: block %d is not in the offer", ErrMismatch, i/kvferry.HashSize)
-		}
+	if i, ok := o.has(q.Hashes); !ok {
+		return fmt.Errorf("%w: claim.hashes: block %d is not in the offer, or not in its order", ErrMismatch, i)
 	}
 	o.claimer = q.Instance
 	o.changeState(evClaim)

@@ -1,6 +1,7 @@
 package handoff
 
 import (
+	"bytes"
 	"crypto/subtle"
 	"fmt"
 	"time"
@@ -78,7 +79,7 @@ type offer struct {
 	owner   tiers.Owner // session that registered it
 	made    time.Time
 	until   time.Time
-	known   map[kvferry.Hash]bool
+	blocks  int
 	state   OfferState
 	reason  string
 	ended   time.Time
@@ -98,9 +99,25 @@ func (o *offer) changeState(e offerEvent) {
 
 func (o *offer) secretIs(s [16]byte) bool { return subtle.ConstantTimeCompare(o.Secret[:], s[:]) == 1 }
 
+// has tells whether these hashes are some of the offer's, in its order. It answers the index of the first that is not.
+func (o *offer) has(hashes []byte) (missing int, ok bool) {
+	at := 0
+	for i := 0; i < len(hashes); i += kvferry.HashSize {
+		for at < len(o.Hashes) && !bytes.Equal(o.Hashes[at:at+kvferry.HashSize], hashes[i:i+kvferry.HashSize]) {
+			at += kvferry.HashSize
+		}
+		if at == len(o.Hashes) {
+			return i / kvferry.HashSize, false
+		}
+		at += kvferry.HashSize
+	}
+	return 0, true
+}
+
 // View is an offer as people see it.
 type View struct {
-	Offer
+	Offer     // without its hashes and secret
+	Blocks    int
 	State     OfferState
 	Reason    string
 	Age       time.Duration

@@ -34,6 +34,7 @@ var (
 // Limits bound the tables.
 type Limits struct {
 	Offers     int
+	Hashes     int // of all live offers together
 	EndedKept  int // for people to look at
 	Claims     int
 	ClaimLease time.Duration // a claim that is not renewed for so long ends
@@ -42,7 +43,7 @@ type Limits struct {
 }
 
 // DefaultLimits are the daemon's.
-var DefaultLimits = Limits{Offers: 1 << 16, EndedKept: 256, Claims: 1 << 16, ClaimLease: 10 * time.Second, OfferWait: time.Second, StoreWait: 2 * time.Second}
+var DefaultLimits = Limits{Offers: 1 << 16, Hashes: 1 << 23, EndedKept: 256, Claims: 1 << 16, ClaimLease: 10 * time.Second, OfferWait: time.Second, StoreWait: 2 * time.Second}
 
 // Config is what a Registry works with; never modified after New.
 type Config struct {
@@ -62,6 +63,7 @@ type Registry struct {
 
 	mu       sync.Mutex
 	offers   map[[16]byte]*offer
+	hashes   int      // of all of them
 	order    []*offer // ended ones, oldest first
 	claims   map[[16]byte]*claim
 	byClaim  map[claimKey]*claim
@@ -77,10 +79,7 @@ func NewRegistry(cfg Config) *Registry {
 func (r *Registry) Register(owner tiers.Owner, o Offer) error {
 	now := time.Now()
 	n := len(o.Hashes) / kvferry.HashSize
-	e := &offer{Offer: o, owner: owner, made: now, until: now.Add(o.Lifetime), known: make(map[kvferry.Hash]bool, n), ranks: map[uint32]bool{}, path: "pool"}
-	for i := range n {
-		e.known[kvferry.Hash(o.Hashes[i*kvferry.HashSize:])] = true
-	}
+	e := &offer{Offer: o, owner: owner, made: now, until: now.Add(o.Lifetime), blocks: n, ranks: map[uint32]bool{}, path: "pool"}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if old := r.offers[o.ID]; old != nil {
@@ -89,6 +88,9 @@ func (r *Registry) Register(owner tiers.Owner, o Offer) error {
 	if len(r.offers) >= r.cfg.Limits.Offers {
 		return fmt.Errorf("%w: %d offers", ErrLimit, len(r.offers))
 	}
+	if r.hashes+n > r.cfg.Limits.Hashes {
+		return fmt.Errorf("%w: offers of %d blocks", ErrLimit, r.hashes)
+	}
 	if ref, _, ok := r.cfg.Ledger.FindSpace(o.Space); ok {
 		tail := kvferry.Hash(o.Hashes[(n-1)*kvferry.HashSize:])
 		if err := r.cfg.Ledger.Lease(owner, e.leaseKey(), ref, tail, e.until); err != nil {
@@ -96,6 +98,7 @@ func (r *Registry) Register(owner tiers.Owner, o Offer) error {
 		}
 	}
 	r.offers[o.ID] = e
+	r.hashes += n
 	close(r.arrivals)
 	r.arrivals = make(chan struct{})
 	r.cfg.Counters.Add("offers", "registered", 1)
@@ -124,7 +127,8 @@ func (r *Registry) endLocked(o *offer, reason string) {
 	o.reason, o.ended = reason, time.Now()
 	r.cfg.Ledger.ReleaseKey(o.owner, o.leaseKey())
 	delete(r.offers, o.ID)
-	o.known = nil
+	r.hashes -= o.blocks
+	o.Hashes = nil
 	r.order = append(r.order, o)
 	if over := len(r.order) - r.cfg.Limits.EndedKept; over > 0 {
 		r.order = append(r.order[:0], r.order[over:]...)
@@ -175,8 +179,8 @@ func (r *Registry) List(now time.Time) []View {
 }
 
 func (o *offer) view(now time.Time) View {
-	v := View{Offer: o.Offer, State: o.state, Reason: o.reason, Age: now.Sub(o.made), ExpiresIn: o.until.Sub(now), Claimer: o.claimer, Path: o.path}
-	v.Secret = [16]byte{} // nobody needs to see it
+	v := View{Offer: o.Offer, Blocks: o.blocks, State: o.state, Reason: o.reason, Age: now.Sub(o.made), ExpiresIn: o.until.Sub(now), Claimer: o.claimer, Path: o.path}
+	v.Secret, v.Hashes = [16]byte{}, nil // nobody needs to see them
 	if o.state == Ended {
 		v.ExpiresIn = 0
 	}

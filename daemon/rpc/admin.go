@@ -164,7 +164,7 @@ func (a *Admin) Offers(context.Context, *pb.OffersRequest) (*pb.OffersResponse, 
 	r := &pb.OffersResponse{}
 	for _, v := range a.Registry.List(time.Now()) {
 		r.Offers = append(r.Offers, &pb.OfferInfo{
-			OfferId: v.ID[:], RequestId: v.RequestID, Instance: v.Instance, State: v.State.String(), Reason: v.Reason, Blocks: uint32(len(v.Hashes) / kvferry.HashSize),
+			OfferId: v.ID[:], RequestId: v.RequestID, Instance: v.Instance, State: v.State.String(), Reason: v.Reason, Blocks: uint32(v.Blocks),
 			Tokens: v.Tokens, AgeMs: v.Age.Milliseconds(), ExpiresInMs: v.ExpiresIn.Milliseconds(), ClaimedBy: v.Claimer, Path: v.Path,
 		})
 	}
