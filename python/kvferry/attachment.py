@@ -18,10 +18,11 @@ QUEUED_MAX = 8192
 
 
 def wire_request_id(request_id: str) -> str:
-    """The name of a request in messages: a client may have chosen one that is longer than they allow."""
-    if len(request_id) <= REQUEST_ID_BYTES_MAX // 4 or len(request_id.encode(errors="replace")) <= REQUEST_ID_BYTES_MAX:
+    """The name of a request in messages: a client may have chosen one that they do not allow."""
+    raw = request_id.encode(errors="surrogatepass")
+    if 1 <= len(raw) <= REQUEST_ID_BYTES_MAX and not any(0xD800 <= ord(c) <= 0xDFFF for c in request_id):
         return request_id
-    return "sha256:" + hashlib.sha256(request_id.encode(errors="replace")).hexdigest()
+    return "sha256:" + hashlib.sha256(raw).hexdigest()
 
 
 class Refusal(Exception):
@@ -166,10 +167,15 @@ class Attachment:
             self._operations[op.number] = op
             # Before the message, so that the daemon never meets another state.
             _native.store_u64(self.words, op.word * wire.WORD_STRIDE, wire.word(op.number, wire.PENDING))
-            if not self.send(message(op)):
-                _native.store_u64(self.words, op.word * wire.WORD_STRIDE, wire.word(op.number, wire.FREE))
-                del self._operations[op.number]
-                self._free.append(op.word)
+            sent = False
+            try:
+                sent = self.send(message(op))
+            finally:
+                if not sent:
+                    _native.store_u64(self.words, op.word * wire.WORD_STRIDE, wire.word(op.number, wire.FREE))
+                    del self._operations[op.number]
+                    self._free.append(op.word)
+            if not sent:
                 raise Refusal("queue_full")
         return op
 

@@ -198,6 +198,6 @@ def test_request_ids_that_fit_are_kept(request_id):
     assert wire_request_id(request_id) == request_id
 
 
-@pytest.mark.parametrize("request_id", ["x" * 257, "é" * 129, "\ud800" * 300])
+@pytest.mark.parametrize("request_id", ["", "x" * 257, "é" * 129, "\ud800"])
 def test_request_ids_that_do_not_fit_are_hashed(request_id):
     assert wire_request_id(request_id).startswith("sha256:") and len(wire_request_id(request_id)) == 71

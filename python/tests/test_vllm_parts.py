@@ -436,6 +436,22 @@ def test_copies_that_do_not_fit_the_memory_are_refused(fake):
     rank.worker.close()
 
 
+def test_an_answer_out_of_range_ends_the_load(fake):
+    rank = Rank(fake, load_timeout_ms=30000)
+    rank.store([1, 2], NAMES[:2])
+    wait_for(lambda: len(fake.blocks) == 2, 5, "stored")
+    fake.answer_loads = False
+    loader: Loader = rank.worker._loader
+    loader.begin(LoadJob("r", [8, 9], b"".join(NAMES[:2]), None), rank.worker._session.space_id(""))
+    load = wait_for(lambda: loader._loads.get("r"), 5, "begun")
+    (number,) = wait_for(lambda: list(load.operations), 5, "sent")
+    load.missing.discard(0)  # as if the first block had come
+    loader._events.put(lambda: loader._result("r", load.operations[number][0], pb.LoadResult(operation=number, first=2, status=b"\1")))
+    wait_for(lambda: loader._ended, 5, "the load ends")
+    assert loader.take_ended() == ({"r"}, {9})
+    rank.worker.close()
+
+
 def test_full_staging_buffer(fake):
     rank = Rank(fake, mode="staging", staging_bytes=4 * LAYERS * PER_LAYER * 4)
     rank.store([1, 2, 3, 4, 5], NAMES[:5])

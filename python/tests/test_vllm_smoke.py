@@ -154,7 +154,7 @@ def change_ticket(params: dict, **fields) -> dict:
 
 
 def test_handoff_between_nodes(model, reference, tmp_path):
-    asked = prompts(8, count=6)
+    asked = prompts(8, count=7)
     with (
         TwoNodes(tmp_path) as nodes,
         Engine(model, tmp_path, nodes.a, {"offer_lifetime_ms": 4000}) as p,
@@ -171,9 +171,14 @@ def test_handoff_between_nodes(model, reference, tmp_path):
         assert d.run("reset")
         answer = d.generate([asked[0]], params=prefill(p, asked[0]))
         assert answer[0]["cached"] == 896
-        wrong = change_ticket(prefill(p, asked[2]), secret=bytes(16))
+        # Of this one the decode engine has the first half already.
+        longer = asked[1] + asked[2][:500]
+        answer = d.generate([longer], params=prefill(p, longer))
+        assert tokens(answer) == reference([longer])
+        assert answer[0]["cached"] == len(longer) // 128 * 128
+        wrong = change_ticket(prefill(p, asked[6]), secret=bytes(16))
         malformed = {**prefill(p, asked[3]), "kvferry_ticket": "!"}
-        for prompt, params in ((asked[2], wrong), (asked[3], malformed), (asked[4], {"do_remote_prefill": True})):
+        for prompt, params in ((asked[6], wrong), (asked[3], malformed), (asked[4], {"do_remote_prefill": True})):
             answer = d.generate([prompt], params=params)
             assert tokens(answer) == reference([prompt])
             assert answer[0]["cached"] == 0
@@ -184,7 +189,7 @@ def test_handoff_between_nodes(model, reference, tmp_path):
         assert answer[0]["cached"] == 0
         assert set(p.run("leftovers").values()) == set(d.run("leftovers").values()) == {0}
         counted = d.run("metrics")
-        assert counted["tickets:accepted"] == 5 and counted["tickets:malformed"] == 1 and counted["tickets:absent"] == 1
+        assert counted["tickets:accepted"] == 6 and counted["tickets:malformed"] == 1 and counted["tickets:absent"] == 1
 
 
 def test_two_ranks_and_one_killed(model, reference, daemon, tmp_path):

@@ -8,7 +8,7 @@ import logging
 import queue
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from threading import Condition
 
 from kvferry import _native, wire
@@ -143,7 +143,7 @@ class Loader:
         elif n:
             self._copy(load, attachment, first + message.first, message)
         if message.last:
-            self._fail(load, [i for i in range(first, first + count) if i in load.missing and i not in load.failed], "unanswered")
+            self._fail(load, range(first, first + count), "unanswered")
             self._release(load, op)
         self._settle(load)
 
@@ -194,7 +194,7 @@ class Loader:
         reason = pb.Outcome.Name(end.outcome).removeprefix("OUTCOME_").lower()
         if end.outcome == pb.OUTCOME_REJECTED:
             self._log.warning("kvferry: the daemon rejected a load: %s", end.reason)
-        self._fail(load, [i for i in range(first, first + count) if i in load.missing and i not in load.failed], reason)
+        self._fail(load, range(first, first + count), reason)
         self._settle(load)
 
     def _expire(self) -> None:
@@ -205,11 +205,12 @@ class Loader:
     def _fail_rest(self, request_id: str, reason: str) -> None:
         load = self._loads.get(request_id)
         if load is not None:
-            self._fail(load, load.missing - load.failed, reason)
+            self._fail(load, load.missing, reason)
             self._settle(load)
 
-    def _fail(self, load: _Load, indices, reason: str) -> None:
-        fresh = [i for i in indices if i not in load.failed]
+    def _fail(self, load: _Load, indices: Iterable[int], reason: str) -> None:
+        """Those of the blocks that were not loaded so far will not be."""
+        fresh = [i for i in indices if i in load.missing and i not in load.failed]
         if fresh:
             load.failed.update(fresh)
             self._tallies.add("unloaded_blocks", len(fresh), reason)

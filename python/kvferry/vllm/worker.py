@@ -118,9 +118,11 @@ class Worker:
         for job in meta.stores:
             try:
                 self._start_store(job)
-            except Refusal as refusal:
-                self._tallies.add("unstored_blocks", len(job.block_ids), str(refusal))
+            except Exception as e:
+                self._tallies.add("unstored_blocks", len(job.block_ids), str(e) if isinstance(e, Refusal) else "internal")
                 self._ended[job.store_id] += 1
+                if not isinstance(e, Refusal):
+                    self._log.exception("kvferry: a store was not begun")
 
     def _start_store(self, job: StoreJob) -> None:
         target = self._session.space_id(self._generation) if self._session else None
@@ -139,7 +141,7 @@ class Worker:
                 self._config.store_timeout_ms,
                 on_end=lambda op, end: self._count(job, end),
             )
-        except Refusal:
+        except Exception:
             self._unstage(slots)
             raise
         self._stores[job.store_id] = _Store(operation, time.monotonic() + self._config.store_timeout_ms / 1000, slots)
