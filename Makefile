@@ -63,8 +63,8 @@ check-generated: ## fail when the generated code is not what its sources make
 	@GRPCIO_TOOLS='$(GRPCIO_TOOLS)' PROTOC_GEN_GO='$(PROTOC_GEN_GO)' PROTOC_GEN_GO_GRPC='$(PROTOC_GEN_GO_GRPC)' scripts/check-generated
 
 .PHONY: bench
-bench: build $(VENV)/installed ## measure against this machine's limits; writes bench/out/latest.json
-	$(GO) run ./bench
+bench: build $(VENV)/installed ## measure against this machine's limits (PEERS=1: and NIXL); writes bench/out/latest.json
+	$(GO) run ./bench $(if $(PEERS),--nixl "$$(scripts/peers-venv)")
 
 .PHONY: demo
 demo: build ## two nodes, a real trace, every byte compared (KEEP=1 leaves it running)

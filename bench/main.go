@@ -9,6 +9,7 @@
 //	fetch_tcp_*        of the same, the part until all lies in node b's pool
 //	one_block_*        p50 of one block alone; the limit is the target
 //	match_8192_*       p50 of a Match with 8,192 hits; the limit is the target
+//	peer_nixl_read_*   our handoff_local_* against NIXL on the same work; only with --nixl (make bench PEERS=1)
 package main
 
 import (
@@ -41,6 +42,7 @@ func run(args []string) error {
 	b := bench{}
 	f.StringVar(&b.daemon, "daemon", "bin/kvferryd", "the daemon's executable")
 	f.StringVar(&b.python, "python", ".venv/bin/python", "interpreter that has the kvferry package, for match_8192_python; left out where it is not there")
+	f.StringVar(&b.nixl, "nixl", "", "interpreter that has NIXL, for peer_nixl_*; left out where empty")
 	f.IntVar(&b.rounds, "rounds", 9, "rounds of every throughput figure")
 	f.StringVar(&b.only, "only", "", "only figures whose name contains this")
 	f.StringVar(&b.want, "network", "auto", "between the nodes: netns (two network namespaces), loopback, or auto: netns where possible")
@@ -100,6 +102,7 @@ type bench struct {
 	between string
 	daemon  string
 	python  string
+	nixl    string
 	rounds  int
 	only    string
 	results []result
@@ -133,6 +136,11 @@ func (b *bench) all(ctx context.Context) error {
 		fmt.Fprintf(os.Stderr, "%s ...\n", c.name)
 		if err := b.throughput(ctx, c, streams); err != nil {
 			return fmt.Errorf("%s: %w", c.name, err)
+		}
+	}
+	if b.nixl != "" {
+		if err := b.peers(ctx); err != nil {
+			return err
 		}
 	}
 	for _, c := range []testCase{cases[0], cases[2]} {
