@@ -243,7 +243,7 @@ func (l *Ledger) recordLocked(space SpaceRef, b Block) recordID {
 	if id == 0 {
 		id = l.addRecordLocked(space, b.Hash)
 	}
-	if r := l.recs.at(id); r.parent == 0 && r.slots == 0 && !b.Parent.IsZero() { // new, or known only as a parent until now
+	if r := l.recs.at(id); r.parent == 0 && r.slots == 0 && !b.Parent.IsZero() && b.Parent != b.Hash { // new, or known only as a parent until now
 		l.linkParentLocked(id, space, b.Parent)
 	}
 	return id

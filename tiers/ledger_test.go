@@ -107,6 +107,9 @@ func (w *world) begin(space int, shard uint16) {
 	if w.r.IntN(3) == 0 { // a parent that is not there, or comes later
 		blocks = blocks[w.r.IntN(len(blocks)):]
 	}
+	if w.r.IntN(6) == 0 { // a client's nonsense: its own parent, or a cycle
+		blocks[w.r.IntN(len(blocks))].Parent = blocks[w.r.IntN(len(blocks))].Hash
+	}
 	f := openFill{space: space, shard: shard}
 	for _, fill := range w.l.BeginFill(w.spaces[space], shard, blocks) {
 		if fill.Status == tiers.FillNew {

@@ -58,26 +58,37 @@ func NewLink(name string, workers, queueMax int) *Link {
 	return l
 }
 
-// Submit queues a transfer. It never waits.
+// Submit queues a transfer. It never waits. One that was ended before is quiet at once.
 func (l *Link) Submit(t *Transfer) error {
+	ended, err := l.enqueue(t)
+	if ended {
+		t.becomeQuiet()
+	}
+	return err
+}
+
+func (l *Link) enqueue(t *Transfer) (ended bool, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.state == Ended {
+		return true, nil
+	}
 	if l.closed {
-		return fmt.Errorf("submit to %s: %w", l.name, ErrClosed)
+		return false, fmt.Errorf("submit to %s: %w", l.name, ErrClosed)
 	}
 	if len(l.queues[t.Class]) >= l.max {
-		return fmt.Errorf("submit %v to %s: %w", t.Class, l.name, ErrBusy)
+		return false, fmt.Errorf("submit %v to %s: %w", t.Class, l.name, ErrBusy)
 	}
-	t.mu.Lock()
 	t.link = l
 	if !t.Deadline.IsZero() {
 		t.timer = time.AfterFunc(time.Until(t.Deadline), func() { t.End(Expired) })
 	}
-	t.mu.Unlock()
 	l.queues[t.Class] = append(l.queues[t.Class], t)
 	l.queued++
 	l.ready.Signal()
-	return nil
+	return false, nil
 }
 
 // Rate is about how fast a transfer copies here, in bytes/s; 0 while none was measured.

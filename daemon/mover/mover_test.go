@@ -181,6 +181,20 @@ func TestRevokeWins(t *testing.T) {
 	})
 }
 
+// A session may end while its transfer is being submitted.
+func TestEndBeforeSubmit(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := NewLink("test", 1, 4)
+		var told log
+		tr := newTransfer(&gate{}, kvferry.ClassStore, &told, 1)
+		tr.End(Cancelled)
+		told.is(t, "decide cancelled")
+		submit(t, l, tr)
+		told.is(t, "decide cancelled", "quiet cancelled")
+		l.Close()
+	})
+}
+
 func TestCopyFails(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := NewLink("test", 1, 4)

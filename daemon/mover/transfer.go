@@ -169,5 +169,10 @@ func (t *Transfer) becomeQuiet() {
 // End ends the transfer before its deadline. Quiet follows when the copy that may be running has returned.
 func (t *Transfer) End(o Outcome) {
 	t.end(o)
-	t.link.sweep(t)
+	t.mu.Lock()
+	l := t.link
+	t.mu.Unlock()
+	if l != nil { // else it is not submitted yet, and Submit will find it ended
+		l.sweep(t)
+	}
 }

@@ -117,6 +117,10 @@ func (s *Session) Store(r Store) {
 		o.endStore(OutcomeBusy, "draining", 0, 0)
 		return
 	}
+	if s.wordsMap.is(r.Word, r.Operation, WordRevoked) { // before it came
+		o.finish(OutcomeRevoked, "", 0, 0)
+		return
+	}
 	fills := s.m.cfg.Ledger.BeginFill(space, s.shard(), blocks)
 	var todo []tiers.Fill
 	t := &mover.Transfer{Class: kvferry.ClassStore, Copier: reg.copier, Deadline: time.Now().Add(r.Deadline)}
@@ -253,6 +257,8 @@ func (s *Session) checkStore(r Store) (space tiers.SpaceRef, blocks []tiers.Bloc
 			return 0, nil, nil, invalid("store.hashes", "hash %d is zero", i)
 		case seen[b.Hash]:
 			return 0, nil, nil, invalid("store.hashes", "hash %d stands twice", i)
+		case b.Parent == b.Hash:
+			return 0, nil, nil, invalid("store.parents", "block %d is its own parent", i)
 		case r.BlockIDs[i] >= reg.spec.Blocks:
 			return 0, nil, nil, invalid("store.block_ids", "%d: region %d has %d blocks", r.BlockIDs[i], r.Region, reg.spec.Blocks)
 		}
