@@ -11,11 +11,13 @@ import (
 	"os"
 	"path/filepath"
 	"runtime/debug"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
+	"golang.org/x/net/netutil"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 
@@ -41,6 +43,9 @@ const (
 	DescriptorsSocket = "descriptors.sock"
 	AdminSocket       = "admin.sock"
 )
+
+// connectionsMax bounds the connections of other daemons to the Peer service; more wait to be accepted.
+const connectionsMax = 1024
 
 // claimOwners is where the numbers of claims begin in the ledger: above all sessions.
 const claimOwners = 1 << 40
@@ -166,6 +171,8 @@ func (d *Daemon) allowedUIDs() []uint32 {
 	return []uint32{0, uint32(os.Getuid())}
 }
 
+func (d *Daemon) allowed(uid uint32) bool { return slices.Contains(d.allowedUIDs(), uid) }
+
 // lockSockets makes sure that no other daemon serves in the same directory.
 func (d *Daemon) lockSockets() error {
 	dir := d.cfg.Sockets.Dir
@@ -217,7 +224,7 @@ func (d *Daemon) serve(peerListener, dataListener net.Listener) error {
 	if err != nil {
 		return err
 	}
-	d.engineServer, d.adminServer, d.peerServer = rpc.NewLocalServer(), rpc.NewLocalServer(), rpc.NewPeerServer()
+	d.engineServer, d.adminServer, d.peerServer = rpc.NewLocalServer(d.allowed), rpc.NewLocalServer(d.allowed), rpc.NewPeerServer()
 	pb.RegisterEngineServer(d.engineServer, &rpc.Engine{
 		Sessions: d.sessions, Epoch: d.epoch, PoolBytes: uint64(len(d.pool.Bytes())), PeerAddress: d.peerAddress, Version: Version, Limits: session.DefaultLimits,
 	})
@@ -228,7 +235,7 @@ func (d *Daemon) serve(peerListener, dataListener net.Listener) error {
 	pb.RegisterPeerServer(d.peerServer, &rpc.Peer{Registry: d.registry, Epoch: d.epoch, HashesMax: session.DefaultLimits.LoadBlocks})
 	d.run("engine socket", func() error { return d.engineServer.Serve(engine) })
 	d.run("admin socket", func() error { return d.adminServer.Serve(admin) })
-	d.run("peer service", func() error { return d.peerServer.Serve(peerListener) })
+	d.run("peer service", func() error { return d.peerServer.Serve(netutil.LimitListener(peerListener, connectionsMax)) })
 	d.run("descriptor socket", func() error {
 		return d.sessions.ServeDescriptors(d.ctx, descriptors, func(err error) uint32 { return uint32(rpc.Code(err)) })
 	})

@@ -93,7 +93,7 @@ func (p *peer) report(err error) {
 		if p.health.Success() {
 			p.log(false, nil)
 		}
-	case errors.Is(err, transport.ErrLink):
+	case errors.Is(err, transport.ErrLink), errors.Is(err, context.DeadlineExceeded): // a peer that is too slow is no use either
 		if p.health.Failure(time.Now(), err.Error()) {
 			p.log(true, err)
 		}

@@ -93,9 +93,11 @@ func (t *transferIn) wait(ctx context.Context, p *peer, a ClaimAnswer, renew <-c
 			waiting = false
 		case <-renew:
 			// What is read renews the claim by itself; this is for transfers that wait in the queue.
-			if err := t.f.cfg.Control.Renew(ctx, p.address, a.Epoch, [][16]byte{a.Key}); err != nil {
-				t.f.cfg.Log.Debug("renew claim", "peer", p.address, "error", err) // then the reads will tell
-			}
+			t.f.background(func(ctx context.Context) {
+				if err := t.f.cfg.Control.Renew(ctx, p.address, a.Epoch, [][16]byte{a.Key}); err != nil {
+					t.f.cfg.Log.Debug("renew claim", "peer", p.address, "error", err) // then the reads will tell
+				}
+			})
 		case <-ctx.Done():
 			t.m.End(mover.Expired)
 			return context.Cause(ctx)

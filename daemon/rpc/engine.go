@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -32,7 +33,7 @@ func (e *Engine) Session(stream grpc.BidiStreamingServer[pb.SessionRequest, pb.S
 	if err != nil {
 		return statusOf(err)
 	}
-	first, err := stream.Recv()
+	first, err := firstMessage(stream)
 	if err != nil {
 		return err
 	}
@@ -49,12 +50,41 @@ func (e *Engine) Session(stream grpc.BidiStreamingServer[pb.SessionRequest, pb.S
 	}
 	ctx, cancel := context.WithCancelCause(stream.Context())
 	go func() { cancel(receive(stream, s)) }()
-	err = deliver(ctx, stream, s)
+	delivered := make(chan error, 1)
+	go func() { delivered <- deliver(ctx, stream, s) }()
+	select {
+	case err = <-delivered:
+	case <-s.Done(): // also while Send waits for a process that does not read
+		err = s.Cause()
+	}
 	s.Close(err)
 	if errors.Is(err, io.EOF) || errors.Is(err, context.Canceled) {
 		return nil
 	}
 	return statusOf(err)
+}
+
+// helloTimeout is how long a stream may be open before its first message.
+const helloTimeout = 5 * time.Second
+
+func firstMessage(stream grpc.BidiStreamingServer[pb.SessionRequest, pb.SessionResponse]) (*pb.SessionRequest, error) {
+	type message struct {
+		m   *pb.SessionRequest
+		err error
+	}
+	first := make(chan message, 1)
+	go func() {
+		m, err := stream.Recv()
+		first <- message{m, err}
+	}()
+	timeout := time.NewTimer(helloTimeout)
+	defer timeout.Stop()
+	select {
+	case r := <-first:
+		return r.m, r.err
+	case <-timeout.C:
+		return nil, status.Errorf(codes.DeadlineExceeded, "hello: did not come within %v", helloTimeout)
+	}
 }
 
 func (e *Engine) welcome(s *session.Session) *pb.SessionResponse {

@@ -13,6 +13,7 @@ import (
 	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/keepalive"
 	"google.golang.org/grpc/status"
 
 	"github.com/kvferry/kvferry"
@@ -148,7 +149,8 @@ func (p *Peers) client(address string) (pb.PeerClient, error) {
 		}
 		var err error
 		c, err = grpc.NewClient("passthrough:///"+address, grpc.WithTransportCredentials(insecure.NewCredentials()),
-			grpc.WithContextDialer(dialPeer), grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(messageMax)),
+			grpc.WithContextDialer(dialPeer), grpc.WithNoProxy(),
+			grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 10 * time.Second, Timeout: time.Second}), grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(messageMax)),
 			grpc.WithConnectParams(grpc.ConnectParams{
 				// The circuit breaker of package handoff decides when to try again: gRPC itself should not make it wait.
 				Backoff:           backoff.Config{BaseDelay: 50 * time.Millisecond, Multiplier: 1.6, MaxDelay: time.Second},

@@ -91,7 +91,16 @@ func (m *Manager) ServeDescriptors(ctx context.Context, l *net.UnixListener, cod
 			if ctx.Err() != nil {
 				return nil
 			}
-			return fmt.Errorf("accept on descriptor socket: %w", err)
+			<-slots
+			if !errors.Is(err, unix.EMFILE) && !errors.Is(err, unix.ENFILE) && !errors.Is(err, unix.ECONNABORTED) {
+				return fmt.Errorf("accept on descriptor socket: %w", err)
+			}
+			m.cfg.Log.Warn("accept on descriptor socket", "error", err)
+			select { // descriptors have run out; others are being closed
+			case <-time.After(50 * time.Millisecond):
+			case <-ctx.Done():
+			}
+			continue
 		}
 		wg.Go(func() {
 			defer func() { <-slots }()

@@ -39,6 +39,7 @@ type Limits struct {
 	LeaseMax       time.Duration
 	OfferLifetime  time.Duration
 	EventsUnread   int // events that a process may leave unread before its session is ended
+	BytesUnread    int // and bytes of them
 	SpacesPerOwner int
 }
 
@@ -46,7 +47,7 @@ type Limits struct {
 var DefaultLimits = Limits{
 	Sessions: 1024, StoreBlocks: 64, LoadBlocks: 8192, MatchBlocks: 65536, AttachTimeout: 5 * time.Second,
 	StoreDeadline: 10 * time.Second, LoadDeadline: 10 * time.Second, DeadlineMax: time.Minute, LeaseDefault: 30 * time.Second, LeaseMax: 10 * time.Minute,
-	OfferLifetime: 2 * time.Minute, EventsUnread: 1 << 17, SpacesPerOwner: 16,
+	OfferLifetime: 2 * time.Minute, EventsUnread: 1 << 17, BytesUnread: 32 << 20, SpacesPerOwner: 16,
 }
 
 // Config is what a Manager works with. All fields are set before New and never modified after it.
@@ -234,7 +235,7 @@ func (m *Manager) CloseAll(reason error) {
 	}
 }
 
-// spaceTable keeps what spaces mean, for people. It is bounded: when full, spaces that are met later are known by their id alone.
+// spaceTable keeps what spaces mean, for people. It is bounded: what had to go is known by its id alone.
 type spaceTable struct {
 	mu   sync.Mutex
 	byID map[kvferry.SpaceID]kvferry.Space
@@ -245,9 +246,13 @@ const spacesKept = 8192
 func (t *spaceTable) add(s kvferry.Space) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if len(t.byID) < spacesKept {
-		t.byID[s.ID()] = s
+	if len(t.byID) >= spacesKept {
+		for id := range t.byID { // any: it is for people to look at
+			delete(t.byID, id)
+			break
+		}
 	}
+	t.byID[s.ID()] = s
 }
 
 func (t *spaceTable) find(id kvferry.SpaceID) (kvferry.Space, bool) {

@@ -45,10 +45,13 @@ type Session struct {
 	closing    bool
 	regions    map[uint32]*region
 	spaces     map[kvferry.SpaceID]tiers.SpaceRef // for a scheduler, the value is not used
+	order      []kvferry.SpaceID                  // of spaces, oldest first
+	retired    []tiers.SpaceRef                   // that are no longer in spaces, and not given back yet
 	operations map[uint64]*operation
 	words      map[uint32]uint64 // word → operation
 	lastOp     uint64
 	events     []Event
+	unread     int // bytes of events
 	storedN    uint64
 	loadedN    uint64
 
@@ -94,8 +97,11 @@ func (s *Session) useSpace(space kvferry.Space) error {
 	if _, ok := s.spaces[id]; ok {
 		return nil
 	}
-	if len(s.spaces) >= s.m.cfg.Limits.SpacesPerOwner {
-		return fieldErr(ErrLimit, "space", "%d spaces in this session", len(s.spaces))
+	if s.closing {
+		return fieldErr(ErrState, "space", "the session is closing")
+	}
+	if err := s.retireSpaceLocked(); err != nil {
+		return err
 	}
 	var ref tiers.SpaceRef
 	if s.hello.Role == Worker {
@@ -103,11 +109,39 @@ func (s *Session) useSpace(space kvferry.Space) error {
 		shape.ID = id
 		var err error
 		if ref, err = s.m.cfg.Ledger.Space(shape); err != nil {
-			return &FieldError{Field: "hello.regions.planes", Reason: err.Error(), kind: ErrInvalid}
+			if errors.Is(err, tiers.ErrLimit) {
+				return fieldErr(ErrLimit, "space", "%v", err)
+			}
+			return invalid("hello.regions.planes", "%v", err)
 		}
 	}
 	s.spaces[id] = ref
+	s.order = append(s.order, id)
 	s.m.spaces.add(space)
+	return nil
+}
+
+// retireSpaceLocked makes room for one more space: the oldest goes, which an engine that has changed its weights so often since does not use any more. Its number
+// stays the session's while an operation may still use it.
+func (s *Session) retireSpaceLocked() error {
+	if len(s.operations) == 0 {
+		for _, ref := range s.retired {
+			s.m.cfg.Ledger.ReleaseSpace(ref)
+		}
+		s.retired = nil
+	}
+	if len(s.order) < s.m.cfg.Limits.SpacesPerOwner {
+		return nil
+	}
+	if len(s.retired) >= s.m.cfg.Limits.SpacesPerOwner {
+		return fieldErr(ErrLimit, "space", "%d spaces in use by operations of this session", len(s.order)+len(s.retired))
+	}
+	oldest := s.order[0]
+	s.order = s.order[1:]
+	if s.hello.Role == Worker {
+		s.retired = append(s.retired, s.spaces[oldest])
+	}
+	delete(s.spaces, oldest)
 	return nil
 }
 
@@ -149,13 +183,14 @@ func (s *Session) send(e Event) {
 		s.mu.Unlock()
 		return
 	}
-	over := len(s.events) >= s.m.cfg.Limits.EventsUnread
+	over := len(s.events) >= s.m.cfg.Limits.EventsUnread || s.unread > s.m.cfg.Limits.BytesUnread
 	if !over {
 		s.events = append(s.events, e)
+		s.unread += sizeOf(e)
 	}
 	s.mu.Unlock()
 	if over {
-		s.cancel(fmt.Errorf("%w: %d events unread", ErrLimit, s.m.cfg.Limits.EventsUnread))
+		s.cancel(fmt.Errorf("%w: its process does not read its events", ErrLimit))
 		return
 	}
 	select {
@@ -164,12 +199,20 @@ func (s *Session) send(e Event) {
 	}
 }
 
+// sizeOf is about what an event takes in memory.
+func sizeOf(e Event) int {
+	if r, ok := e.(LoadResult); ok {
+		return 128 + 29*len(r.Status)
+	}
+	return 128
+}
+
 // Poll takes the events that are there. It answers false when there are none.
 func (s *Session) Poll() ([]Event, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	out := s.events
-	s.events = nil
+	s.events, s.unread = nil, 0
 	return out, len(out) > 0
 }
 
@@ -211,6 +254,9 @@ func (s *Session) begin() bool {
 
 // Done is closed when the session is to end.
 func (s *Session) Done() <-chan struct{} { return s.ctx.Done() }
+
+// Cause is why the session is to end; nil before.
+func (s *Session) Cause() error { return context.Cause(s.ctx) }
 
 // Close ends the session: what runs is stopped, and when all is quiet, everything of it is reclaimed. It returns then. It may be called again.
 func (s *Session) Close(reason error) {
@@ -272,8 +318,11 @@ func (s *Session) reclaim() {
 		for _, ref := range s.spaces {
 			s.m.cfg.Ledger.ReleaseSpace(ref)
 		}
+		for _, ref := range s.retired {
+			s.m.cfg.Ledger.ReleaseSpace(ref)
+		}
 	}
-	s.spaces = nil
+	s.spaces, s.retired = nil, nil
 	s.wordsMap.close()
 }
 

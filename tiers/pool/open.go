@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 
 	"golang.org/x/sys/unix"
 )
@@ -75,6 +76,10 @@ func (p *Pool) look() error {
 	if !st.Mode().IsRegular() {
 		return fmt.Errorf("%w: not a regular file", ErrForeign)
 	}
+	// The directory may be everybody's: who owns the file can write what workers read.
+	if sys, ok := st.Sys().(*syscall.Stat_t); !ok || sys.Uid != uint32(os.Geteuid()) || st.Mode().Perm()&0o077 != 0 {
+		return fmt.Errorf("%w: owner or mode %v: must be this daemon's own, and 0600", ErrForeign, st.Mode().Perm())
+	}
 	if st.Size() == 0 {
 		return nil
 	}
@@ -95,7 +100,7 @@ func (p *Pool) look() error {
 				return fmt.Errorf("%w: wrong magic or checksum; remove the file if it may be overwritten", ErrForeign)
 			}
 		}
-		return p.file.Truncate(0)
+		return p.remake()
 	}
 	if s.version != Format {
 		return fmt.Errorf("%w: format %d, this daemon has %d", ErrForeign, s.version, Format)
@@ -104,7 +109,18 @@ func (p *Pool) look() error {
 		p.adopted, p.generation = true, s.generation
 		return nil
 	}
-	return p.file.Truncate(0)
+	return p.remake()
+}
+
+// remake puts a new file in the place of an outdated one. Truncating that would fault engines that still map it.
+func (p *Pool) remake() error {
+	if err := os.Remove(p.cfg.Path); err != nil {
+		return err
+	}
+	_ = p.file.Close()
+	var err error
+	p.file, err = os.OpenFile(p.cfg.Path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	return err
 }
 
 // allocate reserves every page of the file.
