@@ -157,7 +157,7 @@ func (d *Daemon) makeParts() {
 	limits.OfferLifetime = time.Duration(d.cfg.Offer.Lifetime)
 	d.sessions = session.New(session.Config{
 		Ledger: d.ledger, Pool: memory, PoolFile: d.pool.ReadOnly(), Local: d.local, Offers: d.registry, Fetcher: d.fetcher, Limits: limits,
-		Counters: &d.counters, Log: component("session"), UIDs: d.allowedUIDs(),
+		Counters: &d.counters, Log: component("session"),
 		NewCopier: func(dst, src transport.Memory) transport.Copier {
 			return transport.NewLocal(dst, src, d.cfg.Copy.Threads)
 		},

@@ -151,7 +151,7 @@ func TestTickets(t *testing.T) {
 	if n := attempt("d1", taken); n != 0 {
 		t.Errorf("claimed by another instance: %d blocks", n)
 	}
-	a.registry.EndClaim(cl, 8, "")
+	a.registry.EndClaim(cl, "")
 	fine := offer(60_000)
 	if n := attempt("d1", fine); n != 8 {
 		t.Errorf("good ticket: %d blocks", n)

@@ -129,7 +129,7 @@ func (l *Ledger) residentLocked(s SlotRef, stamp int64) {
 }
 
 // Abort gives slots back that were not filled. Nothing writes into them any more.
-func (l *Ledger) Abort(fills []Fill) {
+func (l *Ledger) Abort(now time.Time, fills []Fill) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for _, f := range fills {
@@ -140,6 +140,9 @@ func (l *Ledger) Abort(fills []Fill) {
 		l.slotEventLocked(m, slotAbort)
 		l.releaseSlotLocked(s)
 		l.counts.Aborted++
+		if r := l.recs.at(id); r.resident > 0 && !l.complete(r) { // its timer may have come while this was being filled
+			l.partial = append(l.partial, partialBlock{r.space, r.hash, now.Add(l.limits.IncompleteKept)})
+		}
 		l.dropIfEmptyLocked(id)
 	}
 	l.wakeLocked()

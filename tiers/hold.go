@@ -201,19 +201,6 @@ func (l *Ledger) Unpin(id HoldID) bool {
 	return true
 }
 
-// Renew moves a hold's deadline. It answers false when it is gone already.
-func (l *Ledger) Renew(id HoldID, until time.Time) bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	h := l.holds.byID[id]
-	if h == nil {
-		return false
-	}
-	h.until = until
-	heap.Fix(&l.holds.timers, h.pos)
-	return true
-}
-
 // ReleaseKey gives back what Match leased for a key.
 func (l *Ledger) ReleaseKey(owner Owner, key string) {
 	l.mu.Lock()
@@ -235,22 +222,14 @@ func (l *Ledger) ReleaseOwner(owner Owner) int {
 	return n
 }
 
-// Expire ends the holds whose deadline has come and forgets blocks that lacked a shard for too long. It answers when it wants to be called again; zero: when something changes.
-func (l *Ledger) Expire(now time.Time) time.Time {
+// Expire ends the holds whose deadline has come and forgets blocks that lacked a shard for too long.
+func (l *Ledger) Expire(now time.Time) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for len(l.holds.timers) > 0 && !l.holds.timers[0].until.After(now) {
 		l.removeHoldLocked(l.holds.timers[0])
 	}
 	l.expirePartialLocked(now)
-	var next time.Time
-	if len(l.holds.timers) > 0 {
-		next = l.holds.timers[0].until
-	}
-	if len(l.partial) > 0 && (next.IsZero() || l.partial[0].until.Before(next)) {
-		next = l.partial[0].until
-	}
-	return next
 }
 
 func (l *Ledger) expirePartialLocked(now time.Time) {

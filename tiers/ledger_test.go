@@ -129,7 +129,7 @@ func (w *world) end() {
 	f := w.open[i]
 	w.open = append(w.open[:i], w.open[i+1:]...)
 	if w.r.IntN(4) == 0 {
-		w.l.Abort(f.fills)
+		w.l.Abort(w.now, f.fills)
 		return
 	}
 	crcs := make([]uint32, len(f.fills))
@@ -194,7 +194,7 @@ func TestMetamorphic(t *testing.T) {
 			}
 		}
 		for _, f := range w.open {
-			w.l.Abort(f.fills)
+			w.l.Abort(w.now, f.fills)
 		}
 		for o := range tiers.Owner(5) {
 			w.l.ReleaseOwner(o)

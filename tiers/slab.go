@@ -218,14 +218,39 @@ func (l *Ledger) coldestSlabLocked(c *class) int {
 	if id, ok := c.leaves.peek(); ok {
 		before = l.stampOf(id)
 	}
+	leased, ok := l.leasedSlabsLocked()
+	if !ok {
+		return -1
+	}
 	best := -1
 	for i := range l.slabs {
 		s := &l.slabs[i]
-		if s.slotBytes != c.slotBytes && s.touched < before && l.slabMayLeaveLocked(s) {
+		if s.slotBytes != c.slotBytes && s.touched < before && !leased[i] && l.slabMayLeaveLocked(s) {
 			best, before = i, s.touched
 		}
 	}
 	return best
+}
+
+// leaseWalkMax bounds the blocks that one look for leased chains goes over: some tens of milliseconds.
+const leaseWalkMax = 1 << 20
+
+// leasedSlabsLocked are the slabs that hold blocks of leased chains: a lease is on the last block and keeps its ancestors. It answers false when there are too many to look at.
+func (l *Ledger) leasedSlabsLocked() (map[int]bool, bool) {
+	slabs, seen := map[int]bool{}, map[recordID]bool{}
+	for _, h := range l.holds.byID {
+		for id := h.block; id != 0 && !seen[id]; id = l.recs.at(id).parent {
+			seen[id] = true
+			if len(seen) > leaseWalkMax {
+				return nil, false
+			}
+			for s := l.recs.at(id).slots; s != 0; s = l.slot(s).next {
+				i, _ := s.split()
+				slabs[i] = true
+			}
+		}
+	}
+	return slabs, true
 }
 
 func (l *Ledger) slabMayLeaveLocked(s *slab) bool {

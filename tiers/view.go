@@ -92,12 +92,13 @@ func (l *Ledger) Blocks(now time.Time, space *kvferry.SpaceID, prefix []byte, li
 func (l *Ledger) blocksPart(now time.Time, id recordID, space *kvferry.SpaceID, prefix []byte, limit int, out *[]BlockView, total *int) recordID {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	reachable := map[recordID]bool{}
 	for ; id < l.recs.next; id++ {
 		r := l.recs.at(id)
 		if r.slots != 0 && bytes.HasPrefix(r.hash[:], prefix) && (space == nil || l.spaces[r.space].shape.ID == *space) {
 			*total++
 			if len(*out) < limit {
-				*out = append(*out, l.viewLocked(now, r))
+				*out = append(*out, l.viewLocked(now, id, reachable))
 			}
 		}
 		if (id+1)%recordsPerChunk == 0 {
@@ -107,7 +108,8 @@ func (l *Ledger) blocksPart(now time.Time, id recordID, space *kvferry.SpaceID, 
 	return 0
 }
 
-func (l *Ledger) viewLocked(now time.Time, r *record) BlockView {
+func (l *Ledger) viewLocked(now time.Time, id recordID, reachable map[recordID]bool) BlockView {
+	r := l.recs.at(id)
 	e := &l.spaces[r.space]
 	v := BlockView{
 		Space: e.shape.ID, Hash: r.hash, Complete: l.complete(r), Resident: int(r.resident), Children: int(r.children), Leases: int(r.leases),
@@ -120,11 +122,29 @@ func (l *Ledger) viewLocked(now time.Time, r *record) BlockView {
 	if r.parent != 0 {
 		v.Parent = l.recs.at(r.parent).hash
 	}
-	v.Reachable = v.Complete
-	for p := r.parent; p != 0 && v.Reachable; p = l.recs.at(p).parent {
-		v.Reachable = l.complete(l.recs.at(p))
-	}
+	v.Reachable = l.reachableLocked(id, reachable)
 	return v
+}
+
+// reachableLocked tells whether a block and all of its ancestors are complete. known keeps what was found out, so that a listing walks no chain twice.
+func (l *Ledger) reachableLocked(id recordID, known map[recordID]bool) bool {
+	var walked []recordID
+	yes := true
+	for ; id != 0; id = l.recs.at(id).parent {
+		if k, ok := known[id]; ok {
+			yes = k
+			break
+		}
+		walked = append(walked, id)
+		if !l.complete(l.recs.at(id)) {
+			yes = false
+			break
+		}
+	}
+	for _, w := range walked {
+		known[w] = yes
+	}
+	return yes
 }
 
 // Check proves the book against itself and against the slots' headers, and names the first thing that does not add up. It is for tests and the simulation: it holds the mutex for as long as it takes.

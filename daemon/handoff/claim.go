@@ -1,9 +1,11 @@
 package handoff
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/kvferry/kvferry"
@@ -33,6 +35,7 @@ type ClaimRequest struct {
 	Space    kvferry.SpaceID
 	Hashes   []byte
 	Wait     time.Duration
+	Path     string // how the blocks will go: for people
 }
 
 // ClaimAnswer says where the blocks lie, until the lease is over or the claim is ended. The lists run beside the hashes.
@@ -55,6 +58,9 @@ type claimKey struct {
 	id       uint64
 }
 
+// span is a range of the pool.
+type span struct{ offset, length uint64 }
+
 // claim is a peer's hold on blocks of an offer. Registry.mu guards what changes.
 type claim struct {
 	key    [16]byte
@@ -63,8 +69,8 @@ type claim struct {
 	owner  tiers.Owner
 	until  time.Time
 	hold   tiers.HoldID
-	blocks map[uint64]uint64 // offset → length, of what is pinned
-	users  int               // requests of the data protocol that are being answered
+	blocks []span // what is pinned, by offset
+	users  int    // requests of the data protocol that are being answered
 	ended  bool
 }
 
@@ -147,7 +153,7 @@ func (r *Registry) takeLocked(o *offer, q ClaimRequest) error {
 	if i, ok := o.has(q.Hashes); !ok {
 		return fmt.Errorf("%w: claim.hashes: block %d is not in the offer, or not in its order", ErrMismatch, i)
 	}
-	o.claimer = q.Instance
+	o.claimer, o.path = q.Instance, q.Path
 	o.changeState(evClaim)
 	return nil
 }
@@ -195,7 +201,7 @@ func (r *Registry) pin(q ClaimRequest, o *offer, ref tiers.SpaceRef, shape tiers
 		return ClaimAnswer{}, fmt.Errorf("claim: %w", err)
 	}
 	r.cfg.Ledger.Unpin(c.hold) // of the time before; what it had is pinned again now
-	c.hold = res.Hold
+	c.hold, c.blocks = res.Hold, nil
 	n := len(res.Places)
 	a := ClaimAnswer{
 		Epoch: r.cfg.Epoch, DataAddress: r.cfg.DataAddress, Key: c.key, Status: make([]ClaimStatus, n), Offsets: make([]uint64, n), CRC32C: make([]uint32, n),
@@ -206,7 +212,7 @@ func (r *Registry) pin(q ClaimRequest, o *offer, ref tiers.SpaceRef, shape tiers
 		switch {
 		case p.Slot != 0:
 			a.Status[i], a.Offsets[i], a.CRC32C[i] = Stored, p.Offset, p.CRC32C
-			c.blocks[p.Offset] = p.Length
+			c.blocks = append(c.blocks, span{p.Offset, p.Length})
 		case states[i] == tiers.SlotFilling || !late:
 			a.Status[i] = Pending
 		default:
@@ -214,6 +220,7 @@ func (r *Registry) pin(q ClaimRequest, o *offer, ref tiers.SpaceRef, shape tiers
 		}
 		r.cfg.Counters.Add("claim_blocks", claimStatusName(a.Status[i]), 1)
 	}
+	slices.SortFunc(c.blocks, func(x, y span) int { return cmp.Compare(x.offset, y.offset) })
 	return a, nil
 }
 
@@ -233,7 +240,7 @@ func (r *Registry) claimLocked(q ClaimRequest, o *offer) (*claim, error) {
 	if len(r.claims) >= r.cfg.Limits.Claims {
 		return nil, fmt.Errorf("%w: %d claims", ErrLimit, len(r.claims))
 	}
-	c := &claim{id: id, offer: o, owner: r.cfg.Owners(), blocks: map[uint64]uint64{}}
+	c := &claim{id: id, offer: o, owner: r.cfg.Owners()}
 	if _, err := rand.Read(c.key[:]); err != nil {
 		return nil, fmt.Errorf("make claim key: %w", err)
 	}
@@ -257,7 +264,7 @@ func (r *Registry) Renew(keys [][16]byte) (ended [][16]byte) {
 }
 
 // EndClaim gives a claim back. The offer ends with the claims of all ranks that took what they wanted.
-func (r *Registry) EndClaim(key [16]byte, received uint32, reason string) {
+func (r *Registry) EndClaim(key [16]byte, reason string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	c := r.claims[key]
@@ -316,12 +323,12 @@ type grant struct {
 func (g *grant) Bytes(off, length uint64) ([]byte, error) {
 	g.r.mu.Lock()
 	defer g.r.mu.Unlock()
-	// A range starts inside a slot that is pinned for this claim; most start at its first byte.
-	if n, ok := g.c.blocks[off]; ok && length <= n {
-		return g.r.cfg.Pool.Bytes[off : off+length : off+length], nil
-	}
-	for at, n := range g.c.blocks {
-		if off >= at && off-at <= n && length <= n-(off-at) {
+	i, _ := slices.BinarySearchFunc(g.c.blocks, off, func(b span, off uint64) int { return cmp.Compare(b.offset, off) })
+	for _, k := range []int{i, i - 1} { // the block that starts there, or the one before it
+		if k < 0 || k >= len(g.c.blocks) {
+			continue
+		}
+		if b := g.c.blocks[k]; off >= b.offset && off-b.offset <= b.length && length <= b.length-(off-b.offset) {
 			return g.r.cfg.Pool.Bytes[off : off+length : off+length], nil
 		}
 	}

@@ -127,8 +127,9 @@ func (f *Fetcher) Settle(q FetchRequest) {
 		c := f.claimRequest(ctx, q, q.Hashes[:kvferry.HashSize])
 		c.Wait = 0
 		if q.Ticket.Epoch == f.cfg.Epoch {
+			c.Path = "pool of this node"
 			if a, err := f.cfg.Registry.Claim(ctx, c); err == nil {
-				f.cfg.Registry.EndClaim(a.Key, 0, "")
+				f.cfg.Registry.EndClaim(a.Key, "")
 			}
 			return
 		}
@@ -183,7 +184,9 @@ func (f *Fetcher) claimRequest(ctx context.Context, q FetchRequest, hashes []byt
 // local takes an offer of an engine on this node: its blocks are in this pool, or will be.
 func (f *Fetcher) local(ctx context.Context, q FetchRequest, out []FetchStatus) error {
 	for {
-		a, err := f.cfg.Registry.Claim(ctx, f.claimRequest(ctx, q, q.Hashes))
+		c := f.claimRequest(ctx, q, q.Hashes)
+		c.Path = "pool of this node"
+		a, err := f.cfg.Registry.Claim(ctx, c)
 		if err != nil {
 			return err
 		}
@@ -198,9 +201,13 @@ func (f *Fetcher) local(ctx context.Context, q FetchRequest, out []FetchStatus) 
 				pending++
 			}
 		}
-		if pending == 0 || ctx.Err() != nil {
-			f.cfg.Registry.EndClaim(a.Key, uint32(len(out)-pending), "")
-			return ctx.Err()
+		if err := ctx.Err(); err != nil {
+			f.cfg.Registry.EndClaim(a.Key, err.Error())
+			return err
+		}
+		if pending == 0 {
+			f.cfg.Registry.EndClaim(a.Key, "")
+			return nil
 		}
 	}
 }
@@ -225,6 +232,9 @@ func (f *Fetcher) remote(ctx context.Context, q FetchRequest, out []FetchStatus)
 		a, err := f.cfg.Control.Claim(ctx, address, f.claimRequest(ctx, q, pick(q.Hashes, todo)))
 		if err != nil {
 			p.report(err)
+			if key != ([16]byte{}) { // of an earlier round
+				f.endClaim(p, q, key, 0, err)
+			}
 			return fmt.Errorf("claim at %s: %w", address, err)
 		}
 		key = a.Key

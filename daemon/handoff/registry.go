@@ -5,9 +5,11 @@
 package handoff
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
 	"time"
 
@@ -79,7 +81,7 @@ func NewRegistry(cfg Config) *Registry {
 func (r *Registry) Register(owner tiers.Owner, o Offer) error {
 	now := time.Now()
 	n := len(o.Hashes) / kvferry.HashSize
-	e := &offer{Offer: o, owner: owner, made: now, until: now.Add(o.Lifetime), blocks: n, ranks: map[uint32]bool{}, path: "pool"}
+	e := &offer{Offer: o, owner: owner, made: now, until: now.Add(o.Lifetime), blocks: n, ranks: map[uint32]bool{}}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if old := r.offers[o.ID]; old != nil {
@@ -136,32 +138,20 @@ func (r *Registry) endLocked(o *offer, reason string) {
 	r.cfg.Counters.Add("offers", reason, 1)
 }
 
-// Expire ends claims that were not renewed and offers whose lifetime is over. It answers when it wants to be called again; zero: when something changes.
-func (r *Registry) Expire(now time.Time) (next time.Time) {
+// Expire ends claims that were not renewed and offers whose lifetime is over.
+func (r *Registry) Expire(now time.Time) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	earlier := func(t time.Time) {
-		if next.IsZero() || t.Before(next) {
-			next = t
-		}
-	}
 	for _, c := range r.claims {
 		if !c.until.After(now) {
 			r.endClaimLocked(c, "not renewed")
-		} else {
-			earlier(c.until)
 		}
 	}
 	for _, o := range r.offers {
-		switch {
-		case o.claims > 0:
-		case !o.until.After(now):
+		if o.claims == 0 && !o.until.After(now) {
 			r.endLocked(o, "expired")
-		default:
-			earlier(o.until)
 		}
 	}
-	return next
 }
 
 // List is what people see: live offers, oldest first, then those that ended last.
@@ -172,6 +162,7 @@ func (r *Registry) List(now time.Time) []View {
 	for _, o := range r.offers {
 		out = append(out, o.view(now))
 	}
+	slices.SortFunc(out, func(x, y View) int { return cmp.Compare(y.Age, x.Age) })
 	for _, o := range r.order {
 		out = append(out, o.view(now))
 	}

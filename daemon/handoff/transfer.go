@@ -75,7 +75,7 @@ func (t *transferIn) submit(ctx context.Context, p *peer, a ClaimAnswer, out []F
 		return nil
 	}
 	_ = copier.Close()
-	t.f.cfg.Ledger.Abort(t.fills)
+	t.f.cfg.Ledger.Abort(time.Now(), t.fills)
 	if errors.Is(err, mover.ErrBusy) {
 		for _, i := range t.at {
 			out[i] = NoRoom
@@ -142,7 +142,7 @@ func (t *transferIn) quiet(copier transport.Copier) {
 		t.f.cfg.Log.Error("blocks from a peer had the wrong checksum, and were thrown away", "blocks", wrong)
 	}
 	t.f.cfg.Ledger.Commit(time.Now(), good, crcs)
-	t.f.cfg.Ledger.Abort(bad)
+	t.f.cfg.Ledger.Abort(time.Now(), bad)
 	t.mu.Lock()
 	t.status, t.err = status, first
 	t.mu.Unlock()

@@ -35,7 +35,8 @@ type Peer struct {
 
 // Claim is pb.PeerServer.
 func (p *Peer) Claim(ctx context.Context, r *pb.ClaimRequest) (*pb.ClaimResponse, error) {
-	q := handoff.ClaimRequest{Instance: r.GetInstance(), Rank: r.GetRank(), TP: r.GetTp(), ClaimID: r.GetClaimId(), Hashes: r.GetHashes(), Wait: ms(r.GetWaitMs())}
+	q := handoff.ClaimRequest{Instance: r.GetInstance(), Rank: r.GetRank(), TP: r.GetTp(), ClaimID: r.GetClaimId(), Hashes: r.GetHashes(), Wait: ms(r.GetWaitMs()),
+		Path: "pool to pool, tcp"}
 	if r.GetWireVersion() != session.WireVersion {
 		return nil, status.Errorf(codes.Unimplemented, "claim.wire_version: %d: this daemon speaks %d", r.GetWireVersion(), session.WireVersion)
 	}
@@ -109,7 +110,7 @@ func (p *Peer) EndClaim(_ context.Context, r *pb.EndClaimRequest) (*pb.EndClaimR
 	if len(r.GetReason()) > 256 {
 		return nil, invalid("end_claim.reason", "at most 256 bytes")
 	}
-	p.Registry.EndClaim(k, r.GetBlocksReceived(), r.GetReason())
+	p.Registry.EndClaim(k, r.GetReason())
 	return &pb.EndClaimResponse{}, nil
 }
 

@@ -61,7 +61,6 @@ type Config struct {
 	Limits   Limits
 	Counters *counters.Set
 	Log      *slog.Logger
-	UIDs     []uint32 // that may attach
 	// NewCopier makes the copier from lent memory into the pool. The simulation has its own.
 	NewCopier func(dst, src transport.Memory) transport.Copier
 	// Watch calls gone when the process of a pidfd is dead, until ctx ends; done when it no longer does. Nil: WatchProcess.
@@ -92,9 +91,6 @@ func New(cfg Config) *Manager {
 
 // Open begins a session. The caller runs Session.Next until it fails, and then Close.
 func (m *Manager) Open(h Hello, cred Credentials) (*Session, error) {
-	if !m.allowed(cred.UID) {
-		return nil, fieldErr(ErrDenied, "uid", "%d may not attach (sockets.allowUIDs)", cred.UID)
-	}
 	if err := validateHello(h); err != nil {
 		return nil, err
 	}
@@ -127,15 +123,6 @@ func (m *Manager) Open(h Hello, cred Credentials) (*Session, error) {
 	s.expiry = time.AfterFunc(m.cfg.Limits.AttachTimeout, s.attachExpired)
 	s.log.Info("session opened", "role", h.Role, "engine", h.Engine, "space", shape.ID)
 	return s, nil
-}
-
-func (m *Manager) allowed(uid uint32) bool {
-	for _, u := range m.cfg.UIDs {
-		if u == uid {
-			return true
-		}
-	}
-	return false
 }
 
 func (m *Manager) add(s *Session) error {

@@ -152,7 +152,7 @@ func (s *Session) Store(r Store) {
 	o.transfer = t
 	o.mu.Unlock()
 	if err := s.m.cfg.Local.Submit(t); err != nil {
-		s.m.cfg.Ledger.Abort(todo)
+		s.m.cfg.Ledger.Abort(time.Now(), todo)
 		o.mu.Lock()
 		o.transfer = nil
 		o.mu.Unlock()
@@ -200,7 +200,7 @@ func (o *operation) storeQuiet(t *mover.Transfer, out mover.Outcome, fills []tie
 		o.finish(OutcomeCommitted, "", len(fills), present)
 		return
 	}
-	cfg.Ledger.Abort(fills)
+	cfg.Ledger.Abort(time.Now(), fills)
 	cfg.Counters.Add("store_blocks", out.String(), len(fills))
 	reason := out.String()
 	for i := range t.Batch {

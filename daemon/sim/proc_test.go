@@ -437,7 +437,7 @@ func (w *world) readClaim() {
 	}
 	g.Release()
 	if w.r.IntN(2) == 0 {
-		w.registry.EndClaim(c.answer.Key, 0, "")
+		w.registry.EndClaim(c.answer.Key, "")
 		w.claims = append(w.claims[:i], w.claims[i+1:]...)
 	}
 }
