@@ -22,7 +22,7 @@ type Config struct {
 	Node    string        `yaml:"node"`
 	Sockets SocketsConfig `yaml:"sockets"`
 	Pool    PoolConfig    `yaml:"pool"`
-	Peer    ListenConfig  `yaml:"peer"`
+	Peer    PeerConfig    `yaml:"peer"`
 	Data    ListenConfig  `yaml:"data"`
 	Metrics MetricsConfig `yaml:"metrics"`
 	Log     LogConfig     `yaml:"log"`
@@ -48,6 +48,12 @@ type PoolConfig struct {
 type ListenConfig struct {
 	Listen    string `yaml:"listen"`
 	Advertise string `yaml:"advertise"`
+}
+
+// PeerConfig is about other nodes' daemons.
+type PeerConfig struct {
+	ListenConfig `yaml:",inline"`
+	Allow        []string `yaml:"allow"` // networks that tickets may point into
 }
 
 // MetricsConfig is the HTTP endpoint for /metrics, /healthz and /readyz.
@@ -85,7 +91,7 @@ func DefaultConfig() Config {
 		Node:    host,
 		Sockets: SocketsConfig{Dir: "/run/kvferry"},
 		Pool:    PoolConfig{Path: "/dev/shm/kvferry.pool", Slab: 64 << 20},
-		Peer:    ListenConfig{Listen: "127.0.0.1:7400"},
+		Peer:    PeerConfig{ListenConfig{Listen: "127.0.0.1:7400"}, privateNetworks},
 		Data:    ListenConfig{Listen: "127.0.0.1:7401"},
 		Metrics: MetricsConfig{Listen: "127.0.0.1:7402"},
 		Log:     LogConfig{Level: "info", Format: "text"},
@@ -130,13 +136,15 @@ func (c *Config) Validate() error {
 		return err
 	}
 	for _, a := range []struct {
-		key      string
-		l        *ListenConfig
-		optional bool
-	}{{"peer", &c.Peer, false}, {"data", &c.Data, false}} {
+		key string
+		l   *ListenConfig
+	}{{"peer", &c.Peer.ListenConfig}, {"data", &c.Data}} {
 		if err := a.l.validate(a.key); err != nil {
 			return err
 		}
+	}
+	if _, err := parseAllow(c.Peer.Allow); err != nil {
+		return err
 	}
 	if c.Metrics.Listen != "" {
 		if _, _, err := net.SplitHostPort(c.Metrics.Listen); err != nil {

@@ -17,6 +17,7 @@ func TestConfig(t *testing.T) {
 		"pool: {size: 1GiB}\npeer: {listen: 'x'}":                               "peer.listen",
 		"pool: {size: 1GiB}\npeer: {listen: ':7400'}":                           "peer.advertise",
 		"pool: {size: 1GiB}\nlog: {level: loud}":                                "log.level",
+		"pool: {size: 1GiB}\npeer: {allow: [everybody]}":                        "peer.allow",
 		"pool: {size: 1GiB}\noffer: {lifetime: 1ms}":                            "offer.lifetime",
 		"pool: {size: 1GiB}\noffer: {lifetime: soon}":                           "not a duration",
 		"pool: {size: 1GiB}\ncopy: {threads: 0}":                                "copy.threads",

@@ -150,8 +150,9 @@ func (d *Daemon) makeParts() {
 		Owners: func() tiers.Owner { return tiers.Owner(d.owners.Add(1)) },
 	})
 	d.peers = rpc.NewPeers()
+	allow, _ := parseAllow(d.cfg.Peer.Allow) // validated before
 	d.fetcher = handoff.NewFetcher(handoff.FetcherConfig{
-		Epoch: d.epoch, Ledger: d.ledger, Pool: memory, Registry: d.registry, Control: d.peers, Counters: &d.counters, Log: component("fetch"), Peers: 1024,
+		Epoch: d.epoch, Ledger: d.ledger, Pool: memory, Registry: d.registry, Control: d.peers, Resolve: allow.resolve, Counters: &d.counters, Log: component("fetch"), Peers: 1024,
 	})
 	limits := session.DefaultLimits
 	limits.OfferLifetime = time.Duration(d.cfg.Offer.Lifetime)

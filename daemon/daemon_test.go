@@ -2,6 +2,7 @@ package daemon
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"strings"
 	"testing"
@@ -383,6 +384,52 @@ func TestHandoffOfTheRestKeepsTheChain(t *testing.T) {
 			t.Errorf("block %d has parent %v, want %v", i, byHash[h], parents[i])
 		}
 	}
+}
+
+// A ticket cannot make the daemon dial whatever stands in it.
+func TestPeerAllow(t *testing.T) {
+	a := newNode(t)
+	b := newNode(t, func(c *Config) { c.Peer.Allow = []string{"192.0.2.0/24"} })
+	s, m := a.attach(worker)
+	sched, _ := a.attach(scheduler)
+	hashes, parents := prompt(4, 3)
+	store(t, s, m, 0, hashes, parents)
+	ticket, err := sched.Offer("r", hashes, 64, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d, dm := b.attach(worker, func(c *standin.Config) { c.Instance = "decode" })
+	if got := load(t, d, dm, 0, hashes, ticket); got.Loaded != 0 || b.counters.Value("peers", "refused") != 1 {
+		t.Fatalf("handed over %+v from an address that is not allowed", got)
+	}
+	if len(b.fetcher.Peers()) != 0 {
+		t.Error("it is remembered as a peer")
+	}
+}
+
+// An engine that changes its weights in place again and again keeps its cache.
+func TestManySpacesInASession(t *testing.T) {
+	n := newNode(t)
+	raw := n.rawSession(helloOf(worker))
+	for i := range 100 {
+		space := helloOf(worker).Space
+		space.WeightsGeneration = fmt.Sprint(i)
+		raw.send(&pb.SessionRequest{Message: &pb.SessionRequest_UseSpace{UseSpace: &pb.UseSpace{Sequence: uint32(i), Space: space}}})
+		ready := raw.receive().GetSpaceReady()
+		if ready == nil {
+			t.Fatalf("space %d is refused", i)
+		}
+		hashes, parents := prompt(1, 1)
+		raw.word(0, uint64(i+1))
+		raw.send(&pb.SessionRequest{Message: &pb.SessionRequest_Store{Store: &pb.Store{
+			Operation: uint64(i + 1), SpaceId: ready.SpaceId, Region: 1, BlockIds: numbers(0, 1), Hashes: packed(hashes), Parents: packed(parents),
+		}}})
+		if end := raw.receive().GetOperationEnd(); end.GetBlocksStored() != 1 {
+			t.Fatalf("store in space %d ended %v", i, end)
+		}
+	}
+	_ = raw.stream.CloseSend()
+	n.nothingHeld()
 }
 
 // An offer ends also when the decode side has all of it already.

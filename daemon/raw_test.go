@@ -2,6 +2,8 @@ package daemon
 
 import (
 	"encoding/binary"
+	"errors"
+	"io"
 	"log/slog"
 	"net"
 	"os"
@@ -63,9 +65,9 @@ func (n *node) hello(h *pb.Hello) (*rawSession, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := stream.Send(&pb.SessionRequest{Message: &pb.SessionRequest_Hello{Hello: h}}); err != nil {
+	if err := stream.Send(&pb.SessionRequest{Message: &pb.SessionRequest_Hello{Hello: h}}); err != nil && !errors.Is(err, io.EOF) {
 		return nil, err
-	}
+	} // EOF: the call has ended already, and Recv says why
 	m, err := stream.Recv()
 	if err != nil {
 		return nil, err

@@ -66,6 +66,8 @@ type FetcherConfig struct {
 	Pool     transport.Memory
 	Registry *Registry // of this node: a ticket may be of an engine here
 	Control  Control
+	// Resolve is the address to dial for one that a ticket or a peer names, or why it may not be dialled.
+	Resolve  func(ctx context.Context, address string) (string, error)
 	Counters *counters.Set
 	Log      *slog.Logger
 	Peers    int // at most
@@ -133,15 +135,26 @@ func (f *Fetcher) Settle(q FetchRequest) {
 			}
 			return
 		}
-		address := q.Ticket.address(q.Rank)
-		a, err := f.cfg.Control.Claim(ctx, address, c)
+		address, err := f.resolve(ctx, q.Ticket.address(q.Rank))
 		if err == nil {
-			err = f.cfg.Control.EndClaim(ctx, address, q.Ticket.Epoch, a.Key, 0, "")
+			var a ClaimAnswer
+			if a, err = f.cfg.Control.Claim(ctx, address, c); err == nil {
+				err = f.cfg.Control.EndClaim(ctx, address, q.Ticket.Epoch, a.Key, 0, "")
+			}
 		}
 		if err != nil {
 			f.cfg.Log.Debug("settle offer", "peer", address, "error", err)
 		}
 	})
+}
+
+func (f *Fetcher) resolve(ctx context.Context, address string) (string, error) {
+	to, err := f.cfg.Resolve(ctx, address)
+	if err != nil {
+		f.cfg.Counters.Add("peers", "refused", 1)
+		return "", fmt.Errorf("%w: %v", transport.ErrRefused, err)
+	}
+	return to, nil
 }
 
 // background runs what nobody waits for, until Close at the latest.
@@ -214,7 +227,10 @@ func (f *Fetcher) local(ctx context.Context, q FetchRequest, out []FetchStatus) 
 
 // remote claims an offer at the node that has it and reads the blocks from there.
 func (f *Fetcher) remote(ctx context.Context, q FetchRequest, out []FetchStatus) error {
-	address := q.Ticket.address(q.Rank)
+	address, err := f.resolve(ctx, q.Ticket.address(q.Rank))
+	if err != nil {
+		return err
+	}
 	p, err := f.peer(address)
 	if err != nil {
 		return err
@@ -238,6 +254,10 @@ func (f *Fetcher) remote(ctx context.Context, q FetchRequest, out []FetchStatus)
 			return fmt.Errorf("claim at %s: %w", address, err)
 		}
 		key = a.Key
+		if a.DataAddress, err = f.resolve(ctx, a.DataAddress); err != nil {
+			f.endClaim(p, q, key, 0, err)
+			return err
+		}
 		if a.ShardBytes != q.Shape.ShardBytes {
 			err = fmt.Errorf("%w: shard of %d bytes, here %d", ErrMismatch, a.ShardBytes, q.Shape.ShardBytes)
 			f.endClaim(p, q, key, 0, err)
