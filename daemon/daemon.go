@@ -72,7 +72,7 @@ type Daemon struct {
 	listeners                             []net.Listener
 	peerAddress, dataAddress              string
 	owners                                atomic.Uint64
-	draining                              atomic.Bool
+	draining                              atomic.Int64 // since when, unix ms; 0: not
 
 	ctx    context.Context
 	cancel context.CancelFunc
@@ -231,7 +231,7 @@ func (d *Daemon) serve(peerListener, dataListener net.Listener) error {
 	})
 	pb.RegisterAdminServer(d.adminServer, &rpc.Admin{
 		Node: d.cfg.Node, Epoch: d.epoch, Started: d.started, Build: Version, GoVersion: goVersion(), ConfigYAML: d.cfg.YAML(), Sessions: d.sessions, Ledger: d.ledger,
-		Registry: d.registry, Fetcher: d.fetcher, Local: d.local, Counters: &d.counters, Draining: d.draining.Load,
+		Registry: d.registry, Fetcher: d.fetcher, Local: d.local, Counters: &d.counters, Draining: d.drainingSince,
 	})
 	pb.RegisterPeerServer(d.peerServer, &rpc.Peer{Registry: d.registry, Epoch: d.epoch, HashesMax: session.DefaultLimits.LoadBlocks})
 	d.run("engine socket", func() error { return d.engineServer.Serve(engine) })
@@ -279,9 +279,16 @@ func (d *Daemon) timers() error {
 	}
 }
 
+func (d *Daemon) drainingSince() time.Time {
+	if ms := d.draining.Load(); ms > 0 {
+		return time.UnixMilli(ms)
+	}
+	return time.Time{}
+}
+
 // Drain refuses new work and waits until what runs has ended, at most for drain.timeout.
 func (d *Daemon) Drain(ctx context.Context) {
-	d.draining.Store(true)
+	d.draining.Store(time.Now().UnixMilli())
 	timeout := time.Duration(d.cfg.Drain.Timeout)
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()

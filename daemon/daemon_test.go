@@ -250,6 +250,10 @@ func TestPoolFullOfLeases(t *testing.T) {
 	if end := store(t, s, m, 0, hashes, parents); end.Outcome != pb.Outcome_OUTCOME_BUSY && end.BlocksStored == 64 {
 		t.Fatalf("store into a pool full of leases ended %v", end)
 	}
+	admin := n.admin()
+	if st, err := admin.Status(ctx10(t), &pb.StatusRequest{}); err != nil || st.Health != pb.Health_HEALTH_DEGRADED || len(st.Problems) == 0 || st.Problems[0].Component != "pool" {
+		t.Errorf("status of a full pool: %v %v", st.GetProblems(), err)
+	}
 	_ = sched.Close() // the leases go with it
 	eventually(t, "there is room again", func() bool { return store(t, s, m, 0, hashes, parents).BlocksPresent == 64 })
 }

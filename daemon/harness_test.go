@@ -108,6 +108,16 @@ func (n *node) engine() pb.EngineClient {
 	return pb.NewEngineClient(conn)
 }
 
+func (n *node) admin() pb.AdminClient {
+	n.t.Helper()
+	conn, err := grpc.NewClient("unix:"+filepath.Join(n.cfg.Sockets.Dir, AdminSocket), grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	n.t.Cleanup(func() { _ = conn.Close() })
+	return pb.NewAdminClient(conn)
+}
+
 // prompt is a chain of blocks.
 func prompt(n int, seed uint64) (hashes, parents []kvferry.Hash) {
 	var parent kvferry.Hash

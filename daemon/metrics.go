@@ -79,7 +79,7 @@ func (d *Daemon) serveMetrics() error {
 	mux.Handle("/metrics", promhttp.HandlerFor(reg, promhttp.HandlerOpts{MaxRequestsInFlight: 4, Timeout: 10 * time.Second}))
 	mux.HandleFunc("/healthz", func(w http.ResponseWriter, _ *http.Request) { _, _ = fmt.Fprintln(w, "ok") })
 	mux.HandleFunc("/readyz", func(w http.ResponseWriter, _ *http.Request) {
-		if d.draining.Load() {
+		if d.draining.Load() > 0 {
 			http.Error(w, "draining", http.StatusServiceUnavailable)
 			return
 		}

@@ -5,6 +5,7 @@ package counters
 import (
 	"sort"
 	"sync"
+	"time"
 )
 
 // Key is what is counted.
@@ -12,8 +13,9 @@ type Key struct{ Name, Reason string }
 
 // Set is a table of counters. Its zero value is ready.
 type Set struct {
-	mu sync.Mutex
-	m  map[Key]uint64
+	mu   sync.Mutex
+	m    map[Key]uint64
+	last map[Key]time.Time
 }
 
 // Add counts n more.
@@ -24,9 +26,10 @@ func (s *Set) Add(name, reason string, n int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.m == nil {
-		s.m = map[Key]uint64{}
+		s.m, s.last = map[Key]uint64{}, map[Key]time.Time{}
 	}
 	s.m[Key{name, reason}] += uint64(n)
+	s.last[Key{name, reason}] = time.Now()
 }
 
 // Value is one counter.
@@ -34,6 +37,13 @@ func (s *Set) Value(name, reason string) uint64 {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.m[Key{name, reason}]
+}
+
+// Last is when something was counted last; zero: never.
+func (s *Set) Last(name, reason string) time.Time {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.last[Key{name, reason}]
 }
 
 // Count is a counter's key and value.

@@ -33,7 +33,7 @@ type Admin struct {
 	Fetcher    *handoff.Fetcher
 	Local      *mover.Link
 	Counters   *counters.Set
-	Draining   func() bool
+	Draining   func() time.Time // since when; zero: it does not
 }
 
 // Status is pb.AdminServer.
@@ -41,7 +41,7 @@ func (a *Admin) Status(context.Context, *pb.StatusRequest) (*pb.StatusResponse, 
 	st, link := a.Ledger.Stats(), a.Local.Stats()
 	r := &pb.StatusResponse{
 		Node: a.Node, Health: pb.Health_HEALTH_OK, Epoch: a.Epoch[:], StartedUnixMs: a.Started.UnixMilli(), Version: a.Build, Spaces: uint32(st.Spaces),
-		OffersOpen: uint32(a.Registry.OpenOffers()), TransfersQueued: uint32(link.Queued), TransfersRunning: uint32(link.Running), Draining: a.Draining(),
+		OffersOpen: uint32(a.Registry.OpenOffers()), TransfersQueued: uint32(link.Queued), TransfersRunning: uint32(link.Running), Draining: !a.Draining().IsZero(),
 		Tiers: []*pb.TierStatus{{
 			Tier: kvferry.DRAM.String(), CapacityBytes: st.CapacityBytes, UsedBytes: st.UsedBytes, FreeBytes: st.FreeBytes, Blocks: uint64(st.Blocks),
 			LeasedBlocks: uint64(st.Leases), PinnedSlots: uint64(st.Pins),
@@ -88,14 +88,29 @@ func (a *Admin) problems(st tiers.Stats) []*pb.Problem {
 		}
 	}
 	slices.SortFunc(out, func(x, y *pb.Problem) int { return cmp.Compare(x.Component, y.Component) })
-	if n := a.Counters.Value("broken_blocks", "pool") + a.Counters.Value("broken_blocks", "peer"); n > 0 {
-		out = append(out, &pb.Problem{Component: "integrity", Reason: fmt.Sprintf("%d blocks had a wrong checksum and were thrown away: suspect memory or network", n),
-			SinceUnixMs: a.Started.UnixMilli(), NextCommand: "kvferry status -o json"})
+	now := time.Now()
+	for _, e := range events {
+		if last := a.Counters.Last(e.name, e.reason); now.Sub(last) < e.shown {
+			out = append(out, &pb.Problem{Component: e.component, Reason: fmt.Sprintf("%s (%d since the start)", e.text, a.Counters.Value(e.name, e.reason)),
+				SinceUnixMs: last.UnixMilli(), NextCommand: e.next})
+		}
 	}
-	if a.Draining() {
-		out = append(out, &pb.Problem{Component: "daemon", Reason: "draining: no new stores and offers", SinceUnixMs: time.Now().UnixMilli(), NextCommand: "kvferry workers"})
+	if since := a.Draining(); !since.IsZero() {
+		out = append(out, &pb.Problem{Component: "daemon", Reason: "draining: no new stores and offers", SinceUnixMs: since.UnixMilli(), NextCommand: "kvferry workers"})
 	}
 	return out
+}
+
+// events are what makes a problem when it is counted, and for how long after the last time it is shown.
+var events = []struct {
+	name, reason, component, text, next string
+	shown                               time.Duration
+}{
+	{"broken_blocks", "pool", "integrity", "blocks in the pool had a wrong checksum and were thrown away: suspect this host's memory", "kvferry status -o json", time.Hour},
+	{"broken_blocks", "peer", "integrity", "blocks from peers had a wrong checksum and were thrown away: suspect the network or a peer's memory", "kvferry offers", time.Hour},
+	{"store_blocks", "no_room", "pool", "blocks were not stored: the pool is full of leased, pinned or filling blocks", "kvferry workers", time.Minute},
+	{"store_operations", "busy", "stores", "stores were refused as busy", "kvferry workers", time.Minute},
+	{"peers", "refused", "tickets", "tickets named peers outside of peer.allow", "kvferry config", time.Hour},
 }
 
 // Workers is pb.AdminServer.

@@ -2111,7 +2111,7 @@ func (x *ReleaseLease) GetRequestIds() []string {
 	return nil
 }
 
-// Draining: the daemon is about to stop; new operations are answered BUSY.
+// Draining: the daemon is about to stop. New stores and offers are refused (BUSY); loads go on until it stops.
 type Draining struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	DeadlineMs    uint32                 `protobuf:"varint,1,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"`
