@@ -136,6 +136,9 @@ func (d *Daemon) openPool() error {
 	d.ledger = tiers.New(p, tiers.DefaultLimits)
 	if p.Adopted() {
 		d.adopted = d.ledger.Adopt(found)
+		d.log.Info("pool adopted", "blocks", d.adopted, "dropped_slots", p.Dropped()+len(found)-d.adopted)
+	} else {
+		d.log.Info("pool is new", "reason", p.Cold())
 	}
 	return nil
 }

@@ -162,6 +162,7 @@ func TestDeadlineWhileQueued(t *testing.T) {
 			t.Errorf("copy says %v", tr.Batch[0].Err)
 		}
 		close(g.open)
+		synctest.Wait()
 		l.Close()
 		first.is(t, "decide committed", "quiet committed")
 	})
@@ -216,6 +217,7 @@ func TestForegroundGoesFirst(t *testing.T) {
 		synctest.Wait()
 		submit(t, l, newTransfer(g, kvferry.ClassLoad, &b, 10))
 		close(g.open)
+		synctest.Wait()
 		l.Close()
 		g.mu.Lock()
 		defer g.mu.Unlock()
@@ -242,6 +244,7 @@ func TestQueueIsBounded(t *testing.T) {
 		}
 		submit(t, l, newTransfer(g, kvferry.ClassLoad, &told, 10)) // its own queue
 		close(g.open)
+		synctest.Wait()
 		l.Close()
 		if err := l.Submit(newTransfer(g, kvferry.ClassStore, &told, 9)); !errors.Is(err, ErrClosed) {
 			t.Fatalf("submit after close: %v", err)

@@ -6,8 +6,6 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
-	"strconv"
-	"strings"
 	"sync"
 	"syscall"
 
@@ -22,145 +20,152 @@ func Open(cfg Config) (*Pool, []Resident, error) {
 	}
 	cfg.Bytes = slabsAt + (cfg.Bytes-slabsAt)/cfg.SlabBytes*cfg.SlabBytes
 	p := &Pool{cfg: cfg, slabs: make([]slab, (cfg.Bytes-slabsAt)/cfg.SlabBytes)}
-	if err := p.open(); err != nil {
-		p.Close()
-		return nil, nil, fmt.Errorf("open pool %s: %w", cfg.Path, err)
-	}
-	var keep []Resident
-	if p.adopted {
-		keep = p.scan()
-	} else {
-		p.generation = firstGeneration()
-		p.writeSuper()
+	keep, err := p.open()
+	if err != nil {
+		_ = p.Close()
+		return nil, nil, fmt.Errorf("pool.path %s: %w", cfg.Path, err)
 	}
 	return p, keep, nil
 }
 
-func (p *Pool) open() error {
-	var err error
+func (p *Pool) open() (keep []Resident, err error) {
+	if err := checkFileSystem(filepath.Dir(p.cfg.Path)); err != nil {
+		return nil, err
+	}
 	// The lock is on a file of its own: a descriptor of the pool is handed out, and would keep a lock alive.
-	if p.lock, err = os.OpenFile(p.cfg.Path+".lock", os.O_RDWR|os.O_CREATE, 0o600); err != nil {
-		return err
+	if p.lock, err = openOwn(p.cfg.Path+".lock", os.O_RDWR|os.O_CREATE); err != nil {
+		return nil, err
 	}
 	if err = unix.Flock(int(p.lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
 		if errors.Is(err, unix.EWOULDBLOCK) {
-			return ErrLocked
+			return nil, ErrLocked
 		}
-		return fmt.Errorf("lock: %w", err)
+		return nil, fmt.Errorf("lock: %w", err)
 	}
-	if p.file, err = os.OpenFile(p.cfg.Path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600); err != nil {
-		return err
+	if err := p.look(); err != nil {
+		return nil, err
 	}
-	if err = p.look(); err != nil {
-		return err
+	if p.adopted {
+		if err := p.mapFile(); err != nil {
+			return nil, err
+		}
+		keep = p.scan()
+	} else if err := p.create(); err != nil {
+		return nil, err
 	}
-	if err = p.allocate(); err != nil {
-		return err
-	}
-	if p.readOnly, err = os.OpenFile(p.cfg.Path, os.O_RDONLY|unix.O_NOFOLLOW, 0); err != nil {
-		return err
-	}
-	p.mem, err = unix.Mmap(int(p.file.Fd()), 0, int(p.cfg.Bytes), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
-	if err != nil {
-		return fmt.Errorf("map %d bytes: %w", p.cfg.Bytes, err)
-	}
-	return p.touch()
+	p.readOnly, err = openOwn(p.cfg.Path, os.O_RDONLY)
+	return keep, err
 }
 
-// look decides what an existing file is: ours and of this boot and size (adopted), ours but outdated (made anew), or not ours (refused).
+// openOwn opens a file that must be a regular one of this daemon's own, closed to everybody else: its directory may be everybody's, and who owns the file can write what workers read.
+func openOwn(path string, flags int) (*os.File, error) {
+	f, err := os.OpenFile(path, flags|unix.O_NOFOLLOW, 0o600)
+	if errors.Is(err, unix.ELOOP) {
+		return nil, fmt.Errorf("%w: %s is a symbolic link", ErrForeign, path)
+	}
+	if err != nil {
+		return nil, err
+	}
+	st, err := f.Stat()
+	if err == nil && !st.Mode().IsRegular() {
+		err = fmt.Errorf("%w: %s is not a regular file", ErrForeign, path)
+	}
+	if err == nil {
+		if sys, ok := st.Sys().(*syscall.Stat_t); !ok || sys.Uid != uint32(os.Geteuid()) || st.Mode().Perm()&0o077 != 0 {
+			err = fmt.Errorf("%w: %s has another owner, or mode %v: must be this daemon's own, and 0600", ErrForeign, path, st.Mode().Perm())
+		}
+	}
+	if err != nil {
+		_ = f.Close()
+		return nil, err
+	}
+	return f, nil
+}
+
+// look decides what an existing file is: ours and of this boot and size (adopted), ours but outdated or empty (made anew), or not ours (refused).
 func (p *Pool) look() error {
-	st, err := p.file.Stat()
+	f, err := openOwn(p.cfg.Path, os.O_RDWR)
+	if errors.Is(err, os.ErrNotExist) {
+		p.cold = "there was none"
+		return nil
+	}
 	if err != nil {
 		return err
 	}
-	if !st.Mode().IsRegular() {
-		return fmt.Errorf("%w: not a regular file", ErrForeign)
-	}
-	// The directory may be everybody's: who owns the file can write what workers read.
-	if sys, ok := st.Sys().(*syscall.Stat_t); !ok || sys.Uid != uint32(os.Geteuid()) || st.Mode().Perm()&0o077 != 0 {
-		return fmt.Errorf("%w: owner or mode %v: must be this daemon's own, and 0600", ErrForeign, st.Mode().Perm())
+	p.file = f
+	st, err := f.Stat()
+	if err != nil {
+		return err
 	}
 	if st.Size() == 0 {
+		p.cold = "the file was empty"
 		return nil
 	}
-	// hugetlbfs has no read of part of a page for every kernel: map the first 2 MiB instead.
 	if st.Size() < slabsAt {
 		return fmt.Errorf("%w: %d bytes", ErrForeign, st.Size())
 	}
-	b, err := unix.Mmap(int(p.file.Fd()), 0, slabsAt, unix.PROT_READ, unix.MAP_SHARED)
+	// Mapped: hugetlbfs has no read of part of a page in every kernel.
+	b, err := unix.Mmap(int(f.Fd()), 0, slabsAt, unix.PROT_READ, unix.MAP_SHARED)
 	if err != nil {
 		return err
 	}
 	defer func() { _ = unix.Munmap(b) }()
 	s, ok := parseSuper(b)
-	if !ok {
-		// A daemon that was killed while it allocated leaves a file of zeros.
-		for _, x := range b[:superBytes] {
-			if x != 0 {
-				return fmt.Errorf("%w: wrong magic or checksum; remove the file if it may be overwritten", ErrForeign)
-			}
-		}
-		return p.remake()
-	}
-	if s.version != Format {
+	switch {
+	case !ok:
+		return fmt.Errorf("%w: wrong magic or checksum; remove the file if it may be overwritten", ErrForeign)
+	case s.version != Format:
 		return fmt.Errorf("%w: format %d, this daemon has %d", ErrForeign, s.version, Format)
-	}
-	if s.bootID == p.cfg.BootID && s.bytes == p.cfg.Bytes && s.slabBytes == p.cfg.SlabBytes && uint64(st.Size()) == p.cfg.Bytes {
+	case s.bootID != p.cfg.BootID:
+		p.cold = "the machine was booted since"
+	case s.bytes != p.cfg.Bytes || s.slabBytes != p.cfg.SlabBytes || uint64(st.Size()) != p.cfg.Bytes:
+		p.cold = fmt.Sprintf("it had %d bytes in slabs of %d", s.bytes, s.slabBytes)
+	default:
 		p.adopted, p.generation = true, s.generation
-		return nil
 	}
-	return p.remake()
+	return nil
 }
 
-// remake puts a new file in the place of an outdated one. Truncating that would fault engines that still map it.
-func (p *Pool) remake() error {
-	if err := os.Remove(p.cfg.Path); err != nil {
+// create makes the file under another name and gives it its own when it is whole. An outdated one is replaced and not truncated: that would fault engines that still map it.
+func (p *Pool) create() error {
+	if p.file != nil {
+		_ = p.file.Close()
+		p.file = nil
+		if err := os.Remove(p.cfg.Path); err != nil { // first: both may not fit
+			return err
+		}
+	}
+	unfinished := p.cfg.Path + ".new"
+	if err := os.Remove(unfinished); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
 	}
-	_ = p.file.Close()
-	var err error
-	p.file, err = os.OpenFile(p.cfg.Path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	f, err := openOwn(unfinished, os.O_RDWR|os.O_CREATE|os.O_EXCL)
+	if err != nil {
+		return err
+	}
+	p.file = f
+	err = p.allocate()
+	if err == nil {
+		err = p.mapFile()
+	}
+	if err == nil {
+		p.generation = firstGeneration()
+		p.writeSuper()
+		err = os.Rename(unfinished, p.cfg.Path)
+	}
+	if err != nil {
+		_ = os.Remove(unfinished)
+	}
 	return err
 }
 
-// allocate reserves every page of the file.
-func (p *Pool) allocate() error {
-	var fs unix.Statfs_t
-	if err := unix.Fstatfs(int(p.file.Fd()), &fs); err != nil {
-		return err
+func (p *Pool) mapFile() error {
+	mem, err := unix.Mmap(int(p.file.Fd()), 0, int(p.cfg.Bytes), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		return fmt.Errorf("map %d bytes: %w", p.cfg.Bytes, err)
 	}
-	const hugetlbfs = 0x958458f6
-	if fs.Type != unix.TMPFS_MAGIC && fs.Type != hugetlbfs {
-		return fmt.Errorf("%w: pool.path must be on tmpfs or hugetlbfs; %s is not", ErrForeign, filepath.Dir(p.cfg.Path))
-	}
-	if p.adopted {
-		return nil
-	}
-	if limit, name := memoryLimit(); limit > 0 && p.cfg.Bytes > limit {
-		return fmt.Errorf("%w: pool.size %d bytes is above the limit %s = %d bytes", ErrNoSpace, p.cfg.Bytes, name, limit)
-	}
-	// On tmpfs a failing fallocate gives back what it took; but asking first names the limit and does not push other processes out.
-	what := "the file system"
-	if fs.Type == hugetlbfs {
-		what = "the huge page reserve (vm.nr_hugepages)"
-	}
-	if free := fs.Bavail * uint64(fs.Bsize); fs.Blocks > 0 && free < p.cfg.Bytes {
-		return fmt.Errorf("%w: pool.size is %d bytes, %s of %s has %d bytes free", ErrNoSpace, p.cfg.Bytes, what, filepath.Dir(p.cfg.Path), free)
-	}
-	if err := p.file.Truncate(int64(p.cfg.Bytes)); err != nil {
-		return err
-	}
-	for {
-		err := unix.Fallocate(int(p.file.Fd()), 0, 0, int64(p.cfg.Bytes))
-		if errors.Is(err, unix.EINTR) {
-			continue
-		}
-		if err != nil {
-			_ = p.file.Truncate(0)
-			return fmt.Errorf("%w: pool.size is %d bytes, %s of %s does not have them: %v", ErrNoSpace, p.cfg.Bytes, what, filepath.Dir(p.cfg.Path), err)
-		}
-		return nil
-	}
+	p.mem = mem
+	return p.touch()
 }
 
 // touch maps all pages now, on all cores, so that the first copies do not pay for it.
@@ -183,34 +188,6 @@ func (p *Pool) touch() error {
 	}
 	wg.Wait()
 	return errors.Join(errs...)
-}
-
-// memoryLimit is the smallest limit of this process's memory control groups, 0 when there is none, and the file that it stands in.
-func memoryLimit() (uint64, string) {
-	b, err := os.ReadFile("/proc/self/cgroup")
-	if err != nil {
-		return 0, ""
-	}
-	for line := range strings.Lines(string(b)) {
-		path, ok := strings.CutPrefix(strings.TrimSpace(line), "0::")
-		if !ok {
-			continue
-		}
-		var limit uint64
-		var name string
-		for dir := path; ; dir = filepath.Dir(dir) {
-			f := filepath.Join("/sys/fs/cgroup", dir, "memory.max")
-			if v, err := os.ReadFile(f); err == nil {
-				if n, err := strconv.ParseUint(strings.TrimSpace(string(v)), 10, 64); err == nil && (limit == 0 || n < limit) {
-					limit, name = n, f
-				}
-			}
-			if dir == "/" || dir == "." {
-				return limit, name
-			}
-		}
-	}
-	return 0, ""
 }
 
 // Close unmaps the pool and keeps the file for the next daemon.

@@ -50,6 +50,8 @@ func crcOf(b []byte) uint32 { return crc32.Checksum(b, castagnoli) }
 var (
 	// ErrForeign is returned when the file exists and is not a pool of ours, or of a newer format.
 	ErrForeign = errors.New("pool: not a pool file of this version")
+	// ErrPath is returned when the path is not on tmpfs or hugetlbfs.
+	ErrPath = errors.New("pool: not a place for a pool")
 	// ErrLocked is returned when another daemon has the pool open. A retry may succeed when that one is gone.
 	ErrLocked = errors.New("pool: in use by another daemon")
 	// ErrNoSpace is returned when the file system, a memory limit or the huge page reserve does not allow the configured size.
@@ -90,6 +92,8 @@ type Pool struct {
 	lock     *os.File
 	slabs    []slab
 	adopted  bool
+	cold     string // why nothing was adopted
+	dropped  int    // slots of an adopted file that were not worth keeping
 	// generation is at least as high as any that a slot of this file ever had.
 	generation uint64
 }
@@ -136,6 +140,12 @@ func (p *Pool) SlabBytes() uint64 { return p.cfg.SlabBytes }
 
 // Adopted tells whether the file was there already and was taken over.
 func (p *Pool) Adopted() bool { return p.adopted }
+
+// Cold tells why nothing was adopted; empty where the file was.
+func (p *Pool) Cold() string { return p.cold }
+
+// Dropped is how many slots of an adopted file were torn, or being filled, when the daemon before ended.
+func (p *Pool) Dropped() int { return p.dropped }
 
 // SlotBytes is the slot length that holds length bytes of payload.
 func SlotBytes(length uint64) uint64 { return (length + SlotAlign - 1) &^ (SlotAlign - 1) }
@@ -332,6 +342,8 @@ func (p *Pool) scan() []Resident {
 			}
 			if ok && h.State == stateResident && !h.Generation.Filling() && h.Length > 0 && h.Length <= slotBytes {
 				keep = append(keep, Resident{Slab: i, Slot: k, Header: h})
+			} else if !ok || h.State != stateFree {
+				p.dropped++
 			}
 		}
 	}

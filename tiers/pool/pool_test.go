@@ -143,8 +143,34 @@ func TestOpenRefuses(t *testing.T) {
 	}
 	disk := testConfig(t)
 	disk.Path = filepath.Join(t.TempDir(), "pool")
-	if _, _, err := Open(disk); !errors.Is(err, ErrForeign) || !strings.Contains(err.Error(), "tmpfs") {
+	if _, _, err := Open(disk); !errors.Is(err, ErrPath) || !strings.Contains(err.Error(), "tmpfs") {
 		t.Errorf("not on tmpfs: %v", err)
+	}
+	// A file that begins with zeros may be somebody's all the same.
+	zeros := testConfig(t)
+	if err := os.WriteFile(zeros.Path, append(make([]byte, 8192), []byte(strings.Repeat("precious ", 1<<18))...), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := Open(zeros); !errors.Is(err, ErrForeign) {
+		t.Errorf("file that begins with zeros: %v", err)
+	}
+	if b, _ := os.ReadFile(zeros.Path); !strings.HasSuffix(string(b), "precious ") {
+		t.Error("the file was overwritten")
+	}
+	for _, name := range []string{"", ".lock"} { // everybody's directory: others may have put the files there before us
+		open := testConfig(t)
+		if err := os.WriteFile(open.Path+name, nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Chmod(open.Path+name, 0o666); err != nil {
+			t.Fatal(err)
+		}
+		if _, _, err := Open(open); !errors.Is(err, ErrForeign) {
+			t.Errorf("file%s that others may write: %v", name, err)
+		}
+	}
+	if _, err := os.Stat(huge.Path + ".new"); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("a failed start left its file: %v", err)
 	}
 	link := testConfig(t)
 	if err := os.Symlink(foreign.Path, link.Path); err != nil {
