@@ -8,9 +8,12 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
+	"unicode"
 
 	"go.yaml.in/yaml/v3"
 
@@ -34,7 +37,7 @@ type Config struct {
 // SocketsConfig says where engines and people find the daemon.
 type SocketsConfig struct {
 	Dir       string   `yaml:"dir"`       // gets engine.sock, descriptors.sock, admin.sock
-	AllowUIDs []uint32 `yaml:"allowUIDs"` // that may attach; empty: root and the daemon's own
+	AllowUIDs []uint32 `yaml:"allowUIDs"` // that may attach and look in
 }
 
 // PoolConfig is the DRAM tier.
@@ -89,7 +92,7 @@ func DefaultConfig() Config {
 	host, _ := os.Hostname()
 	return Config{
 		Node:    host,
-		Sockets: SocketsConfig{Dir: "/run/kvferry"},
+		Sockets: SocketsConfig{Dir: "/run/kvferry", AllowUIDs: slices.Compact([]uint32{0, uint32(os.Geteuid())})},
 		Pool:    PoolConfig{Path: "/dev/shm/kvferry.pool", Slab: 64 << 20},
 		Peer:    PeerConfig{ListenConfig{Listen: "127.0.0.1:7400"}, privateNetworks},
 		Data:    ListenConfig{Listen: "127.0.0.1:7401"},
@@ -107,7 +110,7 @@ func ParseConfig(b []byte) (Config, error) {
 	d := yaml.NewDecoder(bytes.NewReader(b))
 	d.KnownFields(true)
 	if err := d.Decode(&c); err != nil && !errors.Is(err, io.EOF) {
-		return Config{}, fmt.Errorf("parse configuration: %w", err)
+		return Config{}, fmt.Errorf("parse configuration: %s%w", keyOf(b, err), err)
 	}
 	if err := d.Decode(new(any)); !errors.Is(err, io.EOF) {
 		return Config{}, errors.New("parse configuration: more than one document")
@@ -115,10 +118,40 @@ func ParseConfig(b []byte) (Config, error) {
 	return c, nil
 }
 
+var errorLine = regexp.MustCompile(`line (\d+)`)
+
+// keyOf finds the key that a YAML error is about: the library tells its line only. Empty where it cannot be told.
+func keyOf(b []byte, err error) string {
+	m := errorLine.FindStringSubmatch(err.Error())
+	var doc yaml.Node
+	if m == nil || yaml.Unmarshal(b, &doc) != nil || len(doc.Content) == 0 {
+		return ""
+	}
+	line, _ := strconv.Atoi(m[1])
+	var walk func(n *yaml.Node, path string) string
+	walk = func(n *yaml.Node, path string) (found string) {
+		for i := 0; n.Kind == yaml.MappingNode && i+1 < len(n.Content); i += 2 {
+			key, value := n.Content[i], n.Content[i+1]
+			at := strings.TrimPrefix(path+"."+key.Value, ".")
+			// Of several keys in one line it is the one whose name or value the error quotes.
+			if inner := walk(value, at); inner != "" {
+				found = inner
+			} else if key.Line == line && value.Kind != yaml.MappingNode && (found == "" || strings.Contains(err.Error(), value.Value) || strings.Contains(err.Error(), "field "+key.Value)) {
+				found = at
+			}
+		}
+		return found
+	}
+	if key := walk(doc.Content[0], ""); key != "" {
+		return key + ": "
+	}
+	return ""
+}
+
 // Validate names the first key that is wrong.
 func (c *Config) Validate() error {
-	if c.Node == "" || len(c.Node) > 253 {
-		return fmt.Errorf("node: %q: must have 1 to 253 bytes", c.Node)
+	if c.Node == "" || len(c.Node) > 253 || strings.ContainsFunc(c.Node, unicode.IsControl) {
+		return fmt.Errorf("node: %q: must have 1 to 253 bytes and no control character", c.Node)
 	}
 	if c.Sockets.Dir == "" || !filepath.IsAbs(c.Sockets.Dir) {
 		return fmt.Errorf("sockets.dir: %q: must be an absolute path", c.Sockets.Dir)
@@ -147,7 +180,7 @@ func (c *Config) Validate() error {
 		return err
 	}
 	if c.Metrics.Listen != "" {
-		if _, _, err := net.SplitHostPort(c.Metrics.Listen); err != nil {
+		if _, err := splitAddress(c.Metrics.Listen); err != nil {
 			return fmt.Errorf("metrics.listen: %v", err)
 		}
 	}
@@ -184,20 +217,43 @@ func (c *Config) validateRest() error {
 }
 
 func (l *ListenConfig) validate(key string) error {
-	host, _, err := net.SplitHostPort(l.Listen)
+	host, err := splitAddress(l.Listen)
 	if err != nil {
 		return fmt.Errorf("%s.listen: %v", key, err)
 	}
 	if l.Advertise == "" {
-		if ip := net.ParseIP(host); host == "" || (ip != nil && ip.IsUnspecified()) {
+		if unspecified(host) {
 			return fmt.Errorf("%s.advertise: must be set where %s.listen is on all addresses: peers have to be told one", key, key)
 		}
 		return nil
 	}
-	if _, _, err := net.SplitHostPort(l.Advertise); err != nil {
+	to, err := splitAddress(l.Advertise)
+	if err != nil {
 		return fmt.Errorf("%s.advertise: %v", key, err)
 	}
+	if unspecified(to) {
+		return fmt.Errorf("%s.advertise: %q is no address that peers can reach", key, l.Advertise)
+	}
 	return nil
+}
+
+// splitAddress checks host:port and answers the host.
+func splitAddress(address string) (string, error) {
+	host, port, err := net.SplitHostPort(address)
+	if err != nil {
+		return "", err
+	}
+	if n, err := strconv.ParseUint(port, 10, 16); err != nil {
+		return "", fmt.Errorf("%q: port %q: must be 0 to 65535", address, port)
+	} else if n == 0 && host == "" {
+		return "", fmt.Errorf("%q: neither host nor port", address)
+	}
+	return host, nil
+}
+
+func unspecified(host string) bool {
+	ip := net.ParseIP(host)
+	return host == "" || (ip != nil && ip.IsUnspecified())
 }
 
 // advertised is the address that peers are told, with the port that was really bound.
@@ -243,7 +299,7 @@ func ParseBytes(s string) (Bytes, error) {
 	}
 	n, err := strconv.ParseUint(number, 10, 64)
 	if err != nil || n > (1<<63)/factor {
-		return 0, fmt.Errorf("%q is not a size such as 64GiB", s)
+		return 0, fmt.Errorf("%q is not a size such as 64GiB (bytes, KiB, MiB, GiB, TiB)", s)
 	}
 	return Bytes(n * factor), nil
 }
@@ -272,6 +328,8 @@ func (b Bytes) MarshalYAML() (any, error) { return b.String(), nil }
 
 // Duration is a time.Duration; in YAML as Go writes it: 20s, 2m.
 type Duration time.Duration
+
+func (d Duration) String() string { return time.Duration(d).String() }
 
 // UnmarshalYAML is yaml.Unmarshaler.
 func (d *Duration) UnmarshalYAML(n *yaml.Node) error {

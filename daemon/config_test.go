@@ -10,7 +10,7 @@ func TestConfig(t *testing.T) {
 	for text, want := range map[string]string{
 		"":                                                                      "pool.size",
 		"pool: {size: 1GiB, typo: 1}":                                           "typo",
-		"pool: {size: lots}":                                                    "not a size",
+		"pool: {size: lots}":                                                    "pool.size: ",
 		"pool: {size: 1GiB, slab: 3MiB}":                                        "pool.slab",
 		"pool: {size: 1MiB}":                                                    "pool.size",
 		"pool: {size: 1GiB, path: x}":                                           "pool.path",
@@ -19,7 +19,7 @@ func TestConfig(t *testing.T) {
 		"pool: {size: 1GiB}\nlog: {level: loud}":                                "log.level",
 		"pool: {size: 1GiB}\npeer: {allow: [everybody]}":                        "peer.allow",
 		"pool: {size: 1GiB}\noffer: {lifetime: 1ms}":                            "offer.lifetime",
-		"pool: {size: 1GiB}\noffer: {lifetime: soon}":                           "not a duration",
+		"pool: {size: 1GiB}\noffer: {lifetime: soon}":                           "offer.lifetime: ",
 		"pool: {size: 1GiB}\ncopy: {threads: 0}":                                "copy.threads",
 		"pool: {size: 1GiB}\nsockets: {dir: relative}":                          "sockets.dir",
 		"pool: {size: 1GiB}\n---\npool: {size: 2GiB}":                           "more than one document",

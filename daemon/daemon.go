@@ -57,6 +57,7 @@ type Daemon struct {
 	epoch   kvferry.Epoch
 	started time.Time
 
+	serving  bool // set once, before Start returns
 	lock     *os.File
 	pool     *pool.Pool
 	adopted  int
@@ -94,6 +95,7 @@ func Start(cfg Config, log *slog.Logger) (*Daemon, error) {
 		d.Stop()
 		return nil, err
 	}
+	d.serving = true
 	log.Info("kvferryd serves", "node", cfg.Node, "epoch", d.epoch, "version", Version, "sockets", cfg.Sockets.Dir, "peer", d.peerAddress, "data", d.dataAddress,
 		"pool", cfg.Pool.Size.String(), "adopted_blocks", d.adopted)
 	return d, nil
@@ -161,21 +163,14 @@ func (d *Daemon) makeParts() {
 	limits.OfferLifetime = time.Duration(d.cfg.Offer.Lifetime)
 	d.sessions = session.New(session.Config{
 		Ledger: d.ledger, Pool: memory, PoolFile: d.pool.ReadOnly(), Local: d.local, Offers: d.registry, Fetcher: d.fetcher, Limits: limits,
-		Counters: &d.counters, Log: component("session"),
+		Counters: &d.counters, Log: component("session"), Allowed: d.allowed,
 		NewCopier: func(dst, src transport.Memory) transport.Copier {
 			return transport.NewLocal(dst, src, d.cfg.Copy.Threads)
 		},
 	})
 }
 
-func (d *Daemon) allowedUIDs() []uint32 {
-	if len(d.cfg.Sockets.AllowUIDs) > 0 {
-		return d.cfg.Sockets.AllowUIDs
-	}
-	return []uint32{0, uint32(os.Getuid())}
-}
-
-func (d *Daemon) allowed(uid uint32) bool { return slices.Contains(d.allowedUIDs(), uid) }
+func (d *Daemon) allowed(uid uint32) bool { return slices.Contains(d.cfg.Sockets.AllowUIDs, uid) }
 
 // lockSockets makes sure that no other daemon serves in the same directory.
 func (d *Daemon) lockSockets() error {
@@ -336,7 +331,9 @@ func (d *Daemon) Stop() {
 	if d.lock != nil {
 		_ = d.lock.Close()
 	}
-	d.log.Info("kvferryd stopped", "epoch", d.epoch)
+	if d.serving {
+		d.log.Info("kvferryd stopped", "epoch", d.epoch)
+	}
 }
 
 // goVersion is that of the build.

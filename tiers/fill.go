@@ -122,6 +122,7 @@ func (l *Ledger) residentLocked(s SlotRef, stamp int64) {
 	r.resident++
 	if l.complete(r) {
 		l.matchable++
+		l.spaces[r.space].complete++
 	}
 	r.stamp = max(r.stamp, stamp)
 	l.slabs[i].touched = max(l.slabs[i].touched, stamp)

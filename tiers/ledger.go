@@ -102,6 +102,7 @@ type spaceEntry struct {
 	shape     SpaceShape
 	slotBytes uint64
 	blocks    int // records
+	complete  int // of these, with all of their shards
 	users     int // sessions
 	slots     int
 }

@@ -299,6 +299,7 @@ func (l *Ledger) nonresidentLocked(id recordID) {
 	r := l.recs.at(id)
 	if l.complete(r) {
 		l.matchable--
+		l.spaces[r.space].complete--
 	}
 	r.resident--
 }

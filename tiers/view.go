@@ -34,7 +34,7 @@ func (l *Ledger) Stats() Stats {
 // SpaceStats is what a space has in the tier.
 type SpaceStats struct {
 	Shape  SpaceShape
-	Blocks int // records
+	Blocks int // with all of their shards
 	Bytes  uint64
 }
 
@@ -46,7 +46,7 @@ func (l *Ledger) Spaces() []SpaceStats {
 	for _, ref := range l.byID {
 		e := &l.spaces[ref]
 		if e.users > 0 || e.blocks > 0 {
-			out = append(out, SpaceStats{e.shape, e.blocks, uint64(e.slots) * e.slotBytes})
+			out = append(out, SpaceStats{e.shape, e.complete, uint64(e.slots) * e.slotBytes})
 		}
 	}
 	return out

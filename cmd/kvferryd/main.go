@@ -62,6 +62,7 @@ func configure(args []string, stdout io.Writer) (daemon.Config, bool, error) {
 	dir := f.String("sockets-dir", "", "sockets.dir: directory of the unix sockets")
 	poolPath := f.String("pool-path", "", "pool.path: file on tmpfs or hugetlbfs")
 	poolSize := f.String("pool-size", "", "pool.size: such as 64GiB; no default")
+	slab := f.String("pool-slab", "", "pool.slab: power of two, 2MiB to 64MiB; a small pool wants small slabs")
 	peer := f.String("peer-listen", "", "peer.listen: host:port for other daemons (control)")
 	peerAdvertise := f.String("peer-advertise", "", "peer.advertise: host:port that other daemons are told")
 	data := f.String("data-listen", "", "data.listen: host:port for other daemons (bytes)")
@@ -101,9 +102,14 @@ func configure(args []string, stdout io.Writer) (daemon.Config, bool, error) {
 			*to.key = to.value
 		}
 	}
-	if f.Changed("pool-size") {
-		if cfg.Pool.Size, err = daemon.ParseBytes(*poolSize); err != nil {
-			return daemon.Config{}, false, fmt.Errorf("--pool-size: %w", err)
+	for flag, to := range map[string]struct {
+		value string
+		key   *daemon.Bytes
+	}{"pool-size": {*poolSize, &cfg.Pool.Size}, "pool-slab": {*slab, &cfg.Pool.Slab}} {
+		if f.Changed(flag) {
+			if *to.key, err = daemon.ParseBytes(to.value); err != nil {
+				return daemon.Config{}, false, fmt.Errorf("--%s: %w", flag, err)
+			}
 		}
 	}
 	if err := cfg.Validate(); err != nil {

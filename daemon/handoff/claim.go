@@ -240,6 +240,9 @@ func (r *Registry) claimLocked(q ClaimRequest, o *offer) (*claim, error) {
 	if len(r.claims) >= r.cfg.Limits.Claims {
 		return nil, fmt.Errorf("%w: %d claims", ErrLimit, len(r.claims))
 	}
+	if o.claims >= r.cfg.Limits.PerOffer*int(o.TP) {
+		return nil, fmt.Errorf("%w: %d claims of this offer", ErrLimit, o.claims)
+	}
 	c := &claim{id: id, offer: o, owner: r.cfg.Owners()}
 	if _, err := rand.Read(c.key[:]); err != nil {
 		return nil, fmt.Errorf("make claim key: %w", err)

@@ -29,6 +29,8 @@ var (
 	ErrTaken = errors.New("handoff: offer is claimed by another instance")
 	// ErrMismatch is returned when claim and offer do not fit: space, tp, hashes. A retry is useless.
 	ErrMismatch = errors.New("handoff: claim does not fit the offer")
+	// ErrExists is returned when an offer's id is taken. A retry with another id succeeds.
+	ErrExists = errors.New("handoff: offer is registered already")
 	// ErrLimit is returned when a table is full. A retry may succeed.
 	ErrLimit = errors.New("handoff: limit reached")
 )
@@ -39,13 +41,14 @@ type Limits struct {
 	Hashes     int // of all live offers together
 	EndedKept  int // for people to look at
 	Claims     int
+	PerOffer   int           // claims of one offer at a time, for each rank
 	ClaimLease time.Duration // a claim that is not renewed for so long ends
 	OfferWait  time.Duration // for an offer that is not registered yet
 	StoreWait  time.Duration // after its registration, blocks of an offer may still come
 }
 
 // DefaultLimits are the daemon's.
-var DefaultLimits = Limits{Offers: 1 << 16, Hashes: 1 << 23, EndedKept: 256, Claims: 1 << 16, ClaimLease: 10 * time.Second, OfferWait: time.Second, StoreWait: 2 * time.Second}
+var DefaultLimits = Limits{Offers: 1 << 16, Hashes: 1 << 23, EndedKept: 256, Claims: 1 << 16, PerOffer: 4, ClaimLease: 10 * time.Second, OfferWait: time.Second, StoreWait: 2 * time.Second}
 
 // Config is what a Registry works with; never modified after New.
 type Config struct {
@@ -85,7 +88,7 @@ func (r *Registry) Register(owner tiers.Owner, o Offer) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if old := r.offers[o.ID]; old != nil {
-		return fmt.Errorf("%w: offer.offer_id: %x is registered already", ErrMismatch, o.ID)
+		return fmt.Errorf("%w: offer.offer_id: %x", ErrExists, o.ID)
 	}
 	if len(r.offers) >= r.cfg.Limits.Offers {
 		return fmt.Errorf("%w: %d offers", ErrLimit, len(r.offers))

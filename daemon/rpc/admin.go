@@ -149,7 +149,7 @@ func (a *Admin) Blocks(_ context.Context, q *pb.BlocksRequest) (*pb.BlocksRespon
 	if b := q.GetSpaceId(); len(b) > 0 {
 		id, err := id32("blocks.space_id", b)
 		if err != nil {
-			return nil, err
+			return nil, statusOf(err)
 		}
 		space = (*kvferry.SpaceID)(&id)
 	}
@@ -158,10 +158,10 @@ func (a *Admin) Blocks(_ context.Context, q *pb.BlocksRequest) (*pb.BlocksRespon
 		limit = 100
 	}
 	if limit > 10000 {
-		return nil, invalid("blocks.limit", "at most 10000")
+		return nil, statusOf(invalid("blocks.limit", "at most 10000"))
 	}
 	if len(q.GetHashPrefix()) > kvferry.HashSize {
-		return nil, invalid("blocks.hash_prefix", "at most 32 bytes")
+		return nil, statusOf(invalid("blocks.hash_prefix", "at most 32 bytes"))
 	}
 	views, total := a.Ledger.Blocks(time.Now(), space, q.GetHashPrefix(), limit)
 	r := &pb.BlocksResponse{Total: uint64(total)}

@@ -189,7 +189,7 @@ func (e *Engine) Match(ctx context.Context, r *pb.MatchRequest) (*pb.MatchRespon
 	}
 	space, err := id32("match.space_id", r.GetSpaceId())
 	if err != nil {
-		return nil, err
+		return nil, statusOf(err)
 	}
 	res, err := s.Match(session.Match{RequestID: r.GetRequestId(), Space: space, Hashes: r.GetHashes(), Lease: ms(r.GetLeaseMs())})
 	if err != nil {

@@ -29,6 +29,7 @@ var table = []struct {
 	{handoff.ErrSecret, codes.PermissionDenied},
 	{handoff.ErrTaken, codes.FailedPrecondition},
 	{handoff.ErrMismatch, codes.InvalidArgument},
+	{handoff.ErrExists, codes.AlreadyExists},
 	{handoff.ErrLimit, codes.ResourceExhausted},
 	{tiers.ErrBusy, codes.ResourceExhausted},
 	{tiers.ErrLimit, codes.ResourceExhausted},
@@ -63,7 +64,5 @@ func statusOf(err error) error {
 	return status.Error(Code(err), err.Error())
 }
 
-// invalid is the status of a message that is wrong before any part of the daemon has seen it.
-func invalid(field, reason string) error {
-	return status.Errorf(codes.InvalidArgument, "%s: %s", field, reason)
-}
+// invalid is the error of a message that is wrong before any part of the daemon has seen it.
+func invalid(field, reason string) error { return session.Invalid(field, reason) }

@@ -42,26 +42,26 @@ func (p *Peer) Claim(ctx context.Context, r *pb.ClaimRequest) (*pb.ClaimResponse
 	}
 	var err error
 	if q.Epoch, err = id16("claim.epoch", r.GetEpoch()); err != nil {
-		return nil, err
+		return nil, statusOf(err)
 	}
 	if q.OfferID, err = id16("claim.offer_id", r.GetOfferId()); err != nil {
-		return nil, err
+		return nil, statusOf(err)
 	}
 	if q.Secret, err = id16("claim.secret", r.GetSecret()); err != nil {
-		return nil, err
+		return nil, statusOf(err)
 	}
 	if q.Space, err = id32("claim.space_id", r.GetSpaceId()); err != nil {
-		return nil, err
+		return nil, statusOf(err)
 	}
 	switch n := len(q.Hashes); {
 	case n == 0 || n%kvferry.HashSize != 0 || n/kvferry.HashSize > p.HashesMax:
-		return nil, invalid("claim.hashes", fmt.Sprintf("%d bytes: must be 1 to %d hashes of 32 bytes", n, p.HashesMax))
-	case len(q.Instance) < 1 || len(q.Instance) > 128:
-		return nil, invalid("claim.instance", "must have 1 to 128 bytes")
+		return nil, statusOf(invalid("claim.hashes", fmt.Sprintf("%d bytes: must be 1 to %d hashes of 32 bytes", n, p.HashesMax)))
+	case session.ValidateText("claim.instance", q.Instance, 1, 128) != nil:
+		return nil, statusOf(session.ValidateText("claim.instance", q.Instance, 1, 128))
 	case q.Wait > claimWaitMax:
-		return nil, invalid("claim.wait_ms", "at most 5000")
-	case q.Rank > 4095:
-		return nil, invalid("claim.rank", "at most 4095")
+		return nil, statusOf(invalid("claim.wait_ms", "at most 5000"))
+	case q.Rank >= q.TP:
+		return nil, statusOf(invalid("claim.rank", fmt.Sprintf("%d: must be below tp (%d)", q.Rank, q.TP)))
 	}
 	a, err := p.Registry.Claim(ctx, q)
 	if err != nil {
@@ -78,10 +78,10 @@ func (p *Peer) Claim(ctx context.Context, r *pb.ClaimRequest) (*pb.ClaimResponse
 // Renew is pb.PeerServer.
 func (p *Peer) Renew(_ context.Context, r *pb.RenewRequest) (*pb.RenewResponse, error) {
 	if err := p.mine("renew.epoch", r.GetEpoch()); err != nil {
-		return nil, err
+		return nil, statusOf(err)
 	}
 	if len(r.GetDataKeys()) > 4096 {
-		return nil, invalid("renew.data_keys", "at most 4096")
+		return nil, statusOf(invalid("renew.data_keys", "at most 4096"))
 	}
 	var keys [][16]byte
 	for _, b := range r.GetDataKeys() {
@@ -101,14 +101,14 @@ func (p *Peer) Renew(_ context.Context, r *pb.RenewRequest) (*pb.RenewResponse, 
 // EndClaim is pb.PeerServer.
 func (p *Peer) EndClaim(_ context.Context, r *pb.EndClaimRequest) (*pb.EndClaimResponse, error) {
 	if err := p.mine("end_claim.epoch", r.GetEpoch()); err != nil {
-		return nil, err
+		return nil, statusOf(err)
 	}
 	k, err := id16("end_claim.data_key", r.GetDataKey())
 	if err != nil {
 		return nil, err
 	}
-	if len(r.GetReason()) > 256 {
-		return nil, invalid("end_claim.reason", "at most 256 bytes")
+	if err := session.ValidateText("end_claim.reason", r.GetReason(), 0, 256); err != nil {
+		return nil, statusOf(err)
 	}
 	p.Registry.EndClaim(k, r.GetReason())
 	return &pb.EndClaimResponse{}, nil

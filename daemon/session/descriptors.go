@@ -102,6 +102,12 @@ func (m *Manager) ServeDescriptors(ctx context.Context, l *net.UnixListener, cod
 			}
 			continue
 		}
+		if cred, err := PeerCredentials(c); err != nil || !m.cfg.Allowed(cred.UID) { // before it can take a place from others
+			m.cfg.Counters.Add("attach", "foreign_uid", 1)
+			_ = c.Close()
+			<-slots
+			continue
+		}
 		wg.Go(func() {
 			defer func() { <-slots }()
 			defer func() { _ = c.Close() }()

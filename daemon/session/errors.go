@@ -36,6 +36,11 @@ func invalid(field, format string, args ...any) error {
 	return &FieldError{Field: field, Reason: fmt.Sprintf(format, args...), kind: ErrInvalid}
 }
 
+// Invalid is the error of a message whose field is wrong.
+func Invalid(field, reason string) error {
+	return &FieldError{Field: field, Reason: reason, kind: ErrInvalid}
+}
+
 func fieldErr(kind error, field, format string, args ...any) error {
 	return &FieldError{Field: field, Reason: fmt.Sprintf(format, args...), kind: kind}
 }

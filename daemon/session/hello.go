@@ -30,7 +30,7 @@ func validateHello(h Hello) error {
 		{"instance", h.Instance, 1, 128}, {"engine", h.Engine, 0, 64}, {"engine_version", h.EngineVersion, 0, 64},
 		{"serving_address", h.ServingAddress, 0, 256}, {"tenant", h.Tenant, 0, 128},
 	} {
-		if err := validateText("hello."+f.name, f.value, f.min, f.max); err != nil {
+		if err := ValidateText("hello."+f.name, f.value, f.min, f.max); err != nil {
 			return err
 		}
 	}
@@ -40,9 +40,8 @@ func validateHello(h Hello) error {
 	if h.Rank >= h.Ranks {
 		return invalid("hello.rank", "%d: must be below ranks (%d)", h.Rank, h.Ranks)
 	}
-	if err := h.Space.Validate(); err != nil {
-		field, reason, _ := strings.Cut(err.Error(), ": ")
-		return invalid("hello."+field, "%s", reason)
+	if err := validateSpace("hello.", h.Space); err != nil {
+		return err
 	}
 	if h.Space.PP > 1 {
 		return fieldErr(ErrUnsupported, "hello.space.pp", "pipeline parallel engines (pp=%d) are not supported yet", h.Space.PP)
@@ -68,6 +67,14 @@ func validateHello(h Hello) error {
 		if regionShardBytes(r) != regionShardBytes(h.Regions[0]) {
 			return invalid("hello.regions.planes", "region %d has shards of %d bytes, region %d of %d", r.ID, regionShardBytes(r), h.Regions[0].ID, regionShardBytes(h.Regions[0]))
 		}
+	}
+	return nil
+}
+
+func validateSpace(prefix string, s kvferry.Space) error {
+	if err := s.Validate(); err != nil {
+		field, reason, _ := strings.Cut(err.Error(), ": ")
+		return Invalid(prefix+field, reason)
 	}
 	return nil
 }
@@ -113,7 +120,8 @@ func shardBytes(rs []RegionSpec) uint64 {
 	return regionShardBytes(rs[0])
 }
 
-func validateText(field, s string, least, most int) error {
+// ValidateText checks a text of a client or peer, which people will see: its length, and that no terminal takes it for a command.
+func ValidateText(field, s string, least, most int) error {
 	if len(s) < least || len(s) > most {
 		return invalid(field, "%d bytes: must have %d to %d", len(s), least, most)
 	}

@@ -246,7 +246,6 @@ func (s *Session) Release(operations []uint64, wrong uint32) {
 		s.send(Refused{invalid("release.operations", "%d: at most 4096", len(operations))})
 		return
 	}
-	s.m.cfg.Counters.Add("load_blocks", "wrong", int(min(wrong, 1<<20)))
 	for _, n := range operations {
 		s.mu.Lock()
 		o := s.operations[n]
@@ -254,7 +253,12 @@ func (s *Session) Release(operations []uint64, wrong uint32) {
 		if o == nil || o.kind == "store" { // ended by its deadline before: not an error
 			continue
 		}
-		if wrong == 0 || !s.begin() {
+		o.mu.Lock()
+		told := min(int(wrong), len(o.places)) // it may not have had more
+		o.mu.Unlock()
+		wrong -= uint32(told)
+		s.m.cfg.Counters.Add(o.kind+"_blocks", "wrong", told)
+		if told == 0 || !s.begin() {
 			o.endLoad(OutcomeCommitted, "")
 			continue
 		}
@@ -318,7 +322,7 @@ func (s *Session) Revoke(operations []uint64) {
 // Match answers how much of a prompt is resident, and leases it.
 func (s *Session) Match(r Match) (MatchResult, error) {
 	limits := s.m.cfg.Limits
-	if err := validateText("match.request_id", r.RequestID, 1, 256); err != nil {
+	if err := ValidateText("match.request_id", r.RequestID, 1, 256); err != nil {
 		return MatchResult{}, err
 	}
 	if _, err := validateHashes("match.hashes", r.Hashes, 0, limits.MatchBlocks); err != nil {
@@ -392,7 +396,7 @@ func (s *Session) checkOffer(r *Offer) error {
 	if _, err := validateHashes("offer.hashes", r.Hashes, 1, limits.LoadBlocks); err != nil {
 		return err
 	}
-	if err := validateText("offer.request_id", r.RequestID, 0, 256); err != nil {
+	if err := ValidateText("offer.request_id", r.RequestID, 0, 256); err != nil {
 		return err
 	}
 	if r.Tokens < 1 || r.Tokens >= 1<<31 {

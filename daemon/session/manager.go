@@ -61,6 +61,8 @@ type Config struct {
 	Limits   Limits
 	Counters *counters.Set
 	Log      *slog.Logger
+	// Allowed tells whether a uid may attach.
+	Allowed func(uid uint32) bool
 	// NewCopier makes the copier from lent memory into the pool. The simulation has its own.
 	NewCopier func(dst, src transport.Memory) transport.Copier
 	// Watch calls gone when the process of a pidfd is dead, until ctx ends; done when it no longer does. Nil: WatchProcess.

@@ -275,7 +275,7 @@ func orDefault(d, fallback time.Duration) time.Duration {
 }
 
 func validateCommon(kind, request string, deadline time.Duration, limits Limits) error {
-	if err := validateText(kind+".request_id", request, 0, 256); err != nil {
+	if err := ValidateText(kind+".request_id", request, 0, 256); err != nil {
 		return err
 	}
 	if deadline <= 0 || deadline > limits.DeadlineMax {

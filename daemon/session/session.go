@@ -147,7 +147,7 @@ func (s *Session) retireSpaceLocked() error {
 
 // UseSpace adds a space: the engine's weights were changed in place. It must differ from Hello's in that alone.
 func (s *Session) UseSpace(sequence uint32, space kvferry.Space) {
-	err := space.Validate()
+	err := validateSpace("use_space.", space)
 	if err == nil {
 		same := space
 		same.WeightsGeneration = s.hello.Space.WeightsGeneration

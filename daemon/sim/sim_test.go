@@ -137,6 +137,7 @@ func (w *world) start() {
 	g := w.gate
 	w.sessions = session.New(session.Config{
 		Ledger: w.ledger, Pool: memory, PoolFile: p.ReadOnly(), Local: w.link, Offers: w.registry, Fetcher: w.fetcher, Limits: limits, Counters: &w.counters, Log: log,
+		Allowed: func(uint32) bool { return true },
 		NewCopier: func(dst, src transport.Memory) transport.Copier {
 			return &copier{transport.NewLocal(dst, src, 1), g, w.r.IntN(2) == 0}
 		},
