@@ -4,12 +4,14 @@ import (
 	"context"
 	"net"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/reflect/protoreflect"
 
 	kvferryv1 "github.com/kvferry/kvferry/proto/kvferry/v1"
 )
@@ -27,6 +29,7 @@ type canned struct {
 	spaces  []*kvferryv1.SpaceInfo
 	blocks  func(*kvferryv1.BlocksRequest) (*kvferryv1.BlocksResponse, error)
 	offers  []*kvferryv1.OfferInfo
+	yaml    string        // of Config, where it is not empty
 	hang    chan struct{} // closed when Config is asked; it then waits for its context
 }
 
@@ -55,6 +58,9 @@ func (c *canned) Config(ctx context.Context, _ *kvferryv1.ConfigRequest) (*kvfer
 		close(c.hang)
 		<-ctx.Done()
 		return nil, status.FromContextError(ctx.Err()).Err()
+	}
+	if c.yaml != "" {
+		return &kvferryv1.ConfigResponse{Yaml: c.yaml}, nil
 	}
 	return &kvferryv1.ConfigResponse{Yaml: "node: node-a\npool:\n  path: /dev/shm/kvferry\n  size: 16GiB\n"}, nil
 }
@@ -152,6 +158,53 @@ func ill() *canned {
 		{Component: "peer 10.0.0.2:7400", Reason: "connection refused", SinceUnixMs: before(5*time.Minute + 12*time.Second), NextCommand: "kvferry offers"},
 	}
 	return c
+}
+
+// evil clears the screen, sets the title, deletes, turns the direction of text, and makes a line and a column of its own. Its letters stay.
+const evil = "größe 模型\x1b[2J\x1b]0;title\a\r\nfake line\tcolumn\u009b31m\x7f\u202e\u2028"
+
+// hostile is a node whose every string is evil.
+func hostile() *canned {
+	c := ill()
+	c.yaml = "node: " + strings.ReplaceAll(evil, "\n", "") + "\npool:\n  size: 1\n"
+	poison(c.status.ProtoReflect())
+	for _, w := range c.workers {
+		poison(w.ProtoReflect())
+	}
+	for _, s := range c.spaces {
+		poison(s.ProtoReflect())
+	}
+	for _, o := range c.offers {
+		poison(o.ProtoReflect())
+	}
+	inner := c.blocks
+	c.blocks = func(q *kvferryv1.BlocksRequest) (*kvferryv1.BlocksResponse, error) {
+		r, err := inner(q)
+		for _, b := range r.GetBlocks() {
+			poison(b.ProtoReflect())
+		}
+		return r, err
+	}
+	return c
+}
+
+func poison(m protoreflect.Message) {
+	m.Range(func(f protoreflect.FieldDescriptor, v protoreflect.Value) bool {
+		switch {
+		case f.IsList() && f.Kind() == protoreflect.MessageKind:
+			for i := range v.List().Len() {
+				poison(v.List().Get(i).Message())
+			}
+		case f.IsList():
+		case f.Kind() == protoreflect.MessageKind:
+			poison(v.Message())
+		case f.Name() == "preimage":
+			m.Set(f, protoreflect.ValueOfString(strings.ReplaceAll(v.String(), "\n", strings.ReplaceAll(evil, "\n", "")+"\n")))
+		case f.Kind() == protoreflect.StringKind:
+			m.Set(f, protoreflect.ValueOfString(evil))
+		}
+		return true
+	})
 }
 
 var errNoSpace = status.Error(codes.InvalidArgument, "space_id: unknown")

@@ -20,7 +20,7 @@ func (a *app) blocks() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "blocks",
 		Short: "The blocks that lie on this node",
-		Args:  cobra.NoArgs,
+		Args:  noArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			q, err := a.blocksRequest(c.Context(), space, prefix, limit)
 			if err != nil {

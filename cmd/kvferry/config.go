@@ -14,7 +14,7 @@ func (a *app) config() *cobra.Command {
 	return &cobra.Command{
 		Use:   "config",
 		Short: "The configuration in effect",
-		Args:  cobra.NoArgs,
+		Args:  noArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			r, err := ask(c.Context(), a, kvferryv1.AdminClient.Config, &kvferryv1.ConfigRequest{})
 			if err != nil {
@@ -32,7 +32,7 @@ func (a *app) version() *cobra.Command {
 	return &cobra.Command{
 		Use:   "version",
 		Short: "The versions of this command and of the daemon",
-		Args:  cobra.NoArgs,
+		Args:  noArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			r, err := ask(c.Context(), a, kvferryv1.AdminClient.Version, &kvferryv1.VersionRequest{})
 			if err != nil {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"path/filepath"
 	"strings"
 	"syscall"
 	"time"
@@ -35,6 +36,21 @@ func dial(ctx context.Context, path string) (kvferryv1.AdminClient, func(), erro
 	return kvferryv1.NewAdminClient(conn), func() { _ = conn.Close() }, nil
 }
 
+// undialled sorts an error of dial: the daemon is down, or the path was that of its descriptors socket, which is of another type.
+func (a *app) undialled(err error) error {
+	if errors.Is(err, syscall.EPROTOTYPE) {
+		return notAdmin(a.path)
+	}
+	return &downError{socket: a.path, timeout: a.timeout, cause: err}
+}
+
+// adminName is what the daemon calls its Admin socket.
+const adminName = "admin.sock"
+
+func notAdmin(path string) error {
+	return fmt.Errorf("%s is not the Admin socket: that has the name %s: kvferry --socket %s", path, adminName, filepath.Join(filepath.Dir(path), adminName))
+}
+
 // failed sorts a call's error: the daemon is down, or the request was wrong.
 func (a *app) failed(err error) error {
 	s := status.Convert(err)
@@ -44,6 +60,9 @@ func (a *app) failed(err error) error {
 	case codes.Unavailable, codes.DeadlineExceeded:
 		return &downError{socket: a.path, timeout: a.timeout, cause: err}
 	case codes.Unimplemented:
+		if strings.HasPrefix(s.Message(), "unknown service") { // another gRPC server, such as the engines'
+			return notAdmin(a.path)
+		}
 		return fmt.Errorf("the daemon at %s does not know this request: it is older than this command (%s)", a.path, s.Message())
 	}
 	return fmt.Errorf("the daemon at %s answered %s: %s", a.path, s.Code(), s.Message())
@@ -61,6 +80,7 @@ func (e *downError) Unwrap() error { return e.cause }
 
 func (e *downError) text() string {
 	reason, next := e.explain()
+	reason = plain(reason)
 	return strings.Join([]string{
 		"kvferry: the daemon is not reachable at " + e.socket,
 		"  reason: " + reason,

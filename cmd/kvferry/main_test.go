@@ -13,6 +13,9 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"go.uber.org/goleak"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	kvferryv1 "github.com/kvferry/kvferry/proto/kvferry/v1"
 )
@@ -78,12 +81,60 @@ func TestGolden(t *testing.T) {
 		"version":            {"version"},
 		"help":               {"--help"},
 		"wrong_output":       {"status", "-o", "xml"},
+		"wrong_timeout":      {"status", "--timeout", "0s"},
+		"wrong_socket":       {"status", "--socket", ""},
+		"extra_argument":     {"blocks", "zz"},
+		"extra_argument_sub": {"status", "extra"},
+		"extra_spaces":       {"spaces", "zz"},
 		"wrong_command":      {"statsu"},
 	} {
 		t.Run(name, func(t *testing.T) { golden(t, name, kvferry(t, well, args...)) })
 	}
 	t.Run("degraded", func(t *testing.T) { golden(t, "degraded", kvferry(t, sick, "status")) })
 	t.Run("degraded_json", func(t *testing.T) { golden(t, "degraded_json", kvferry(t, sick, "status", "-o", "json")) })
+}
+
+// No string of the daemon reaches the terminal as it is.
+func TestHostile(t *testing.T) {
+	socket := listen(t, hostile())
+	var all strings.Builder
+	for _, args := range [][]string{{"status"}, {"workers"}, {"spaces"}, {"spaces", "diff", "3f", "3e"}, {"blocks"}, {"offers"}, {"config"}, {"version"},
+		{"status", "-o", "json"}, {"offers", "-o", "json"}, {"config", "-o", "json"}} {
+		all.WriteString(kvferry(t, socket, args...))
+	}
+	c := node()
+	c.blocks = func(*kvferryv1.BlocksRequest) (*kvferryv1.BlocksResponse, error) {
+		return nil, status.Error(codes.InvalidArgument, evil)
+	}
+	all.WriteString(kvferry(t, listen(t, c), "blocks"))
+	golden(t, "hostile", all.String())
+	for _, r := range all.String() {
+		if r != '\n' && (unprintable(r) || r == '\uFFFD') {
+			t.Errorf("%U is printed", r)
+		}
+	}
+	if strings.Contains(all.String(), "\nfake line") || !strings.Contains(all.String(), "größe 模型") {
+		t.Error("a line of its own, or letters that are gone")
+	}
+}
+
+func TestOtherSockets(t *testing.T) {
+	dir := t.TempDir()
+	engine, err := net.Listen("unix", filepath.Join(dir, "engine.sock"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := grpc.NewServer()
+	done := make(chan struct{})
+	go func() { defer close(done); _ = s.Serve(engine) }()
+	defer func() { s.Stop(); <-done }()
+	descriptors, err := net.Listen("unixpacket", filepath.Join(dir, "descriptors.sock"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer descriptors.Close()
+	text := kvferry(t, filepath.Join(dir, "engine.sock"), "status") + kvferry(t, filepath.Join(dir, "descriptors.sock"), "version")
+	golden(t, "other_sockets", strings.ReplaceAll(text, dir, "DIR"))
 }
 
 func TestRefusedByDaemon(t *testing.T) {

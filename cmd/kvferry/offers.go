@@ -16,7 +16,7 @@ func (a *app) offers() *cobra.Command {
 	return &cobra.Command{
 		Use:   "offers",
 		Short: "Prompts offered to other workers: those that live, and the last that ended",
-		Args:  cobra.NoArgs,
+		Args:  noArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			r, err := ask(c.Context(), a, kvferryv1.AdminClient.Offers, &kvferryv1.OffersRequest{})
 			if err != nil {

@@ -51,7 +51,7 @@ func run(ctx context.Context, args []string, env environment) int {
 		fmt.Fprintln(env.err, down.text())
 		return exitDown
 	}
-	fmt.Fprintln(env.err, "kvferry:", err)
+	fmt.Fprintln(env.err, "kvferry:", plain(err.Error()))
 	return exitWrong
 }
 
@@ -77,6 +77,12 @@ func (a *app) root() *cobra.Command {
 			if a.output != "table" && a.output != "json" {
 				return fmt.Errorf("--output %q: must be table or json", a.output)
 			}
+			if a.timeout <= 0 {
+				return fmt.Errorf("--timeout %s: must be more than 0, such as 5s", a.timeout)
+			}
+			if a.path == "" {
+				return errors.New("--socket \"\": must be the path of the daemon's Admin socket")
+			}
 			return nil
 		},
 	}
@@ -93,6 +99,14 @@ func (a *app) root() *cobra.Command {
 	return root
 }
 
+// noArgs is for commands that take no arguments. Cobra's own would call one an unknown command.
+func noArgs(_ *cobra.Command, args []string) error {
+	if len(args) > 0 {
+		return fmt.Errorf("unexpected argument %q", args[0])
+	}
+	return nil
+}
+
 // ask dials, and runs one question under the timeout.
 func ask[Q, R any](ctx context.Context, a *app, call func(kvferryv1.AdminClient, context.Context, Q, ...grpc.CallOption) (R, error), q Q) (R, error) {
 	var none R
@@ -100,12 +114,13 @@ func ask[Q, R any](ctx context.Context, a *app, call func(kvferryv1.AdminClient,
 	defer cancel()
 	client, closeConn, err := dial(ctx, a.path)
 	if err != nil {
-		return none, &downError{socket: a.path, timeout: a.timeout, cause: err}
+		return none, a.undialled(err)
 	}
 	defer closeConn()
 	r, err := call(client, ctx, q)
 	if err != nil {
 		return none, a.failed(err)
 	}
+	a.scrubbed(r)
 	return r, nil
 }

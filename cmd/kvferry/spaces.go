@@ -19,7 +19,7 @@ func (a *app) spaces() *cobra.Command {
 	list := &cobra.Command{
 		Use:   "spaces",
 		Short: "The namespaces of blocks: whose bytes may be exchanged",
-		Args:  cobra.NoArgs,
+		Args:  noArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			r, err := a.askSpaces(c.Context())
 			if err != nil {

@@ -17,7 +17,7 @@ func (a *app) status() *cobra.Command {
 		Use:   "status",
 		Short: "What is wrong, and how full and busy the node is",
 		Long:  "status begins with a line for everything that is wrong: what, since when, why, and what to run next. It ends with 1 when there is one.",
-		Args:  cobra.NoArgs,
+		Args:  noArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			r, err := ask(c.Context(), a, kvferryv1.AdminClient.Status, &kvferryv1.StatusRequest{})
 			if err != nil {

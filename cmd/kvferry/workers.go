@@ -15,7 +15,7 @@ func (a *app) workers() *cobra.Command {
 	return &cobra.Command{
 		Use:   "workers",
 		Short: "The processes that are attached, and what each holds",
-		Args:  cobra.NoArgs,
+		Args:  noArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			r, err := ask(c.Context(), a, kvferryv1.AdminClient.Workers, &kvferryv1.WorkersRequest{})
 			if err != nil {
