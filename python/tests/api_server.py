@@ -3,14 +3,13 @@
 import json
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import time
 import urllib.request
 
 from daemon import free_port, wait_for
-from engine import ENVIRONMENT, PATIENT
+from engine import ENVIRONMENT, PATIENT, end
 
 START_TIMEOUT_S = 240
 
@@ -78,11 +77,7 @@ class ApiServer:
         return sums
 
     def close(self) -> None:
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self.process.wait(30)
+        end(self.process)
 
     def __enter__(self) -> "ApiServer":
         return self

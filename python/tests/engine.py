@@ -3,6 +3,7 @@
 The process makes an LLM and then runs functions of engine_actions.py that it is told by name, one JSON line for a call and one for an answer.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -27,6 +28,18 @@ ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
     "OMP_NUM_THREADS": "1",
 }
+
+
+def end(process: subprocess.Popen) -> None:
+    """Kills an engine, also how a real one may end. What it started notices that, and removes the engine's shared memory."""
+    process.kill()
+    process.wait(30)
+    deadline = time.monotonic() + 10
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 class EngineError(Exception):
@@ -124,12 +137,7 @@ class Engine:
         return self.log_path.read_text(errors="replace")
 
     def close(self) -> None:
-        """Kills the engine and what it started: also how a real one may end."""
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self.process.wait(30)
+        end(self.process)
         self._answers.close()
 
     def __enter__(self) -> "Engine":
