@@ -2,11 +2,11 @@ package process
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -94,7 +94,7 @@ func (n *Node) ready(ctx context.Context) error {
 		}
 		select {
 		case <-n.dead:
-			return errors.New("the daemon has ended")
+			return fmt.Errorf("kvferryd %s", n.Ended())
 		case <-ctx.Done():
 			return context.Cause(ctx)
 		case <-time.After(10 * time.Millisecond):
@@ -118,6 +118,19 @@ func (n *Node) Pid() int { return n.cmd.Process.Pid }
 // Dead is closed when the daemon has ended.
 func (n *Node) Dead() <-chan struct{} { return n.dead }
 
+// Ended says how the daemon has ended; it is empty while it runs.
+func (n *Node) Ended() string {
+	select {
+	case <-n.dead:
+	default:
+		return ""
+	}
+	if w, ok := n.cmd.ProcessState.Sys().(syscall.WaitStatus); ok && w.Signaled() {
+		return fmt.Sprintf("ended (killed by signal %d)", int(w.Signal()))
+	}
+	return fmt.Sprintf("ended (exit code %d)", n.cmd.ProcessState.ExitCode())
+}
+
 // Kill ends the daemon with SIGKILL.
 func (n *Node) Kill() {
 	_ = n.cmd.Process.Kill()
@@ -125,22 +138,49 @@ func (n *Node) Kill() {
 }
 
 // Stop ends the daemon in order, and kills it when it takes more than ten seconds.
-func (n *Node) Stop() {
+func (n *Node) Stop() { n.StopWithin(10 * time.Second) }
+
+// StopWithin ends the daemon in order, and kills it when it takes longer. A daemon that is stopped (SIGSTOP) is killed too.
+func (n *Node) StopWithin(limit time.Duration) {
 	n.once.Do(func() {
 		_ = n.cmd.Process.Signal(syscall.SIGTERM)
 		select {
 		case <-n.dead:
-		case <-time.After(10 * time.Second):
+		case <-time.After(limit):
 			n.Kill()
 		}
 	})
 }
 
-// LogTail is the end of the daemon's log.
+// What LogTail reads at most, and tells.
+const (
+	logTailBytes = 64 << 10
+	logTailLines = 15
+)
+
+// LogTail is the last lines of the daemon's log, without the configuration that it begins with.
 func (n *Node) LogTail() string {
 	b, _ := os.ReadFile(n.LogPath())
-	if len(b) > 2000 {
-		b = b[len(b)-2000:]
+	return logTail(string(b[max(0, len(b)-logTailBytes):]))
+}
+
+func logTail(log string) string {
+	var lines []string
+	configuration := false
+	for line := range strings.Lines(log) {
+		line = strings.TrimSuffix(line, "\n")
+		if line == "# effective configuration" {
+			configuration = true
+			continue
+		}
+		if configuration = configuration && ofConfiguration(line); !configuration {
+			lines = append(lines, line)
+		}
 	}
-	return string(b)
+	return strings.Join(lines[max(0, len(lines)-logTailLines):], "\n")
+}
+
+// ofConfiguration: the node's name, a section, or what stands in one.
+func ofConfiguration(line string) bool {
+	return strings.HasPrefix(line, "node: ") || strings.HasPrefix(line, " ") || strings.HasSuffix(line, ":")
 }

@@ -14,6 +14,7 @@ import (
 	"os/exec"
 	"sync"
 	"syscall"
+	"time"
 )
 
 // workerArg as the first argument makes an executable a worker.
@@ -101,8 +102,13 @@ func (w *Worker) Kill() {
 	w.wait()
 }
 
-// Close ends the process in order.
-func (w *Worker) Close() {
+// Close ends the process in order, and kills it when it takes more than ten seconds.
+func (w *Worker) Close() { w.CloseWithin(10 * time.Second) }
+
+// CloseWithin ends the process in order, and kills it when it takes longer, as one that waits for a frozen daemon does.
+func (w *Worker) CloseWithin(limit time.Duration) {
+	kill := time.AfterFunc(limit, func() { _ = w.cmd.Process.Kill() })
+	defer kill.Stop()
 	_ = w.client.Close()
 	w.wait()
 }
