@@ -227,6 +227,24 @@ def test_blocks_of_old_weights_are_not_stored(side):
     assert side.step({"b": [5, 6]}).stores
 
 
+def test_a_request_that_runs_on_over_a_reset_is_not_stored(side):
+    # Its new blocks are computed with the new weights, on top of what the old ones made.
+    request = Request("a", 16)
+    side.admit(request, [5, 6, 7, 8])
+    side.scheduler.reset()
+    assert not side.step({"a": [5, 6, 7, 8]}, new={"a": [9]}).stores
+    side.matched(request)  # it begins again from nothing
+    side.scheduler.allocated(request, [5, 6, 7, 8], 0)
+    assert side.step({"a": [5, 6, 7, 8]}).stores
+
+
+def test_a_hook_that_fails_takes_everything_back(side):
+    side.scheduler.failed("allocated")
+    assert side.step().revoke_all
+    assert not side.step().revoke_all
+    assert side.scheduler.rescue_meta().revoke_all
+
+
 def test_silent_daemon_costs_20_ms_once(fake):
     side = Side(fake, match_wait_ms=20, match_timeout_ms=200)
     fake.answer_matches.clear()
@@ -314,7 +332,7 @@ def test_weights_digest(tmp_path):
     first = weights_digest(str(tmp_path))
     (tmp_path / "README.md").write_text("not a weight")
     assert weights_digest(str(tmp_path)) == first
-    weights["a"][-1] = 1
+    weights["a"][2500] = 1  # in the middle: no sample will do
     save_file(weights, tmp_path / "model.safetensors")
     second = weights_digest(str(tmp_path))
     (tmp_path / "config.json").write_text('{"rope_theta": 1}')

@@ -68,6 +68,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             self._start(config, vllm_config, role, kv_cache_config)
         except (ValueError, OSError) as e:
             self._refuse(str(e), say=True)
+        except Exception:
+            logger.exception("kvferry: the connector does not start")
+            self._scheduler = None
+            self._refuse("it does not start; see the error above", say=True)
 
     def _refuse(self, reason: str, say: bool) -> None:
         if say:
@@ -103,7 +107,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _report(self, where: str) -> None:
         side = self._scheduler or self._worker
-        side.count_error(where)
+        side.failed(where)
         if where not in self._reported:
             self._reported.add(where)
             logger.exception("kvferry: error in %s; the engine goes on (said once)", where)
@@ -164,9 +168,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
-    @_guarded(lambda: StepMeta(""))
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
-        return self._scheduler.step_meta(scheduler_output)
+        if self._scheduler is None:
+            return StepMeta("")
+        try:
+            return self._scheduler.step_meta(scheduler_output)
+        except Exception:
+            self._report("build_connector_meta")
+            return self._scheduler.rescue_meta()
 
     @_guarded(_nothing)
     def update_connector_output(self, connector_output: Any) -> None:

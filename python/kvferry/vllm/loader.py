@@ -217,7 +217,8 @@ class Loader:
 
     def _release(self, load: _Load, op: Operation) -> None:
         _, attachment, _, _ = load.operations.pop(op.number)
-        op.revoke()
+        if load.wrong == 0:
+            op.revoke()  # else the daemon looks at its blocks when it is released, which it does not for one that was taken back
         attachment.release([op], load.wrong)
         load.wrong = 0
 

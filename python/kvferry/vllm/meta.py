@@ -27,6 +27,7 @@ class LoadJob:
 class StepMeta(KVConnectorMetadata):
     weights_generation: str
     idle: bool = False  # nothing is computed in this step
+    revoke_all: bool = False  # any block may be written again in this step
     revokes: list[int] = field(default_factory=list)  # stores whose blocks are written again in this step
     stores: list[StoreJob] = field(default_factory=list)  # to begin after this step's forward
     loads: list[LoadJob] = field(default_factory=list)

@@ -38,7 +38,7 @@ class RefusingWorker:
     def take_stats(self) -> Stats | None:
         return None
 
-    def count_error(self, where: str) -> None:
+    def failed(self, where: str) -> None:
         return
 
     def close(self) -> None:

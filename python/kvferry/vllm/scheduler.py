@@ -30,6 +30,7 @@ class _Request:
         self.ticket: pb.Ticket | None = None
         self.ticket_bytes = b""
         self.may_load = True  # False after a load of it failed: what failed once is computed
+        self.may_store = True  # False once the weights changed under it: what it computes from then on stands on what the old ones made
         self.local_blocks = 0  # hits in the engine's own cache at the last look-up
         self.table_length = 0  # blocks of its table that were seen so far
         self.stored_until = 0  # blocks before this one are resident or were handed to a store
@@ -90,6 +91,7 @@ class Scheduler:
         # The engine begins this request from nothing, or again after it was preempted.
         state.local_blocks = state.table_length = computed_tokens // self._block_tokens
         state.stored_until = 0
+        state.may_store = True
         if state.match is not None and state.match.stale(self._generation):
             self._look_up(state)
         available = self._matcher.result(state.match)
@@ -156,6 +158,8 @@ class Scheduler:
 
     def _store_finished(self, state: _Request, block_ids: list[int], tokens: int) -> None:
         """Hands the blocks that are full after this step to stores, and so what the engine's own cache had of the prompt."""
+        if not state.may_store:
+            return
         hashes = state.request.block_hashes
         end = min(tokens // self._block_tokens, len(hashes), len(block_ids))
         wanted: list[int] = []
@@ -216,7 +220,7 @@ class Scheduler:
         answer: dict[str, Any] = {"do_remote_prefill": True, "do_remote_decode": False}
         answer.update(dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")))
         target = self._session.space_id(self._generation)
-        if target is None:
+        if target is None or not state.may_store:
             return answer
         made = make_offer(state.request, *target, self._block_tokens, self._config.offer_lifetime_ms, self._hello.instance)
         if made is not None:
@@ -245,11 +249,20 @@ class Scheduler:
         space.weights_generation = self._generation
         self._session.use_space(space)
         self._reads.forget_contents()
+        for state in self._requests.values():
+            state.may_store = False
         self._meta.cancels.extend(self._loads)
         self._log.info("kvferry: the cache was reset: blocks of weights generation %s from now on", self._generation)
 
-    def count_error(self, where: str) -> None:
+    def failed(self, where: str) -> None:
+        """A hook has failed half-way: which blocks it would have taken back is not known, so all are."""
         self._tallies.add("errors", label=where)
+        self._meta.revoke_all = True
+
+    def rescue_meta(self) -> StepMeta:
+        """For a step whose own metadata could not be made."""
+        self._meta = StepMeta(self._generation)
+        return StepMeta(self._generation, revoke_all=True)
 
     def take_stats(self) -> Stats | None:
         return self._tallies.take()

@@ -1,47 +1,68 @@
 """Says which bytes are interchangeable: everything that, besides the tokens, decides what lies in a block."""
 
+import fcntl
 import hashlib
 import json
 import os
-import struct
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kvferry.v1 import engine_pb2 as pb
 from kvferry.vllm.config import Config
 
-# Of each tensor's ends so much goes into the digest of local weights: enough to tell any two trainings apart, and read in a moment.
-_TENSOR_SAMPLE = 4096
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", "config.json")
 
 
 def weights_digest(folder: str) -> str:
-    """A digest of a model's local files: header and both ends of every tensor for safetensors, the whole for the rest."""
+    """A digest of all of a model's local files.
+
+    Large weights take as long as reading them, once on a node: what was read is remembered by name, size and time in the user's cache folder.
+    """
+    paths = [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if name.endswith(_WEIGHTS)]
+    paths = [p for p in paths if os.path.isfile(p)]
+    cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "kvferry")
+    try:
+        os.makedirs(cache, exist_ok=True)
+        with open(os.path.join(cache, "digests.lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the ranks of an engine start together: one reads
+            digests = _digests(paths, os.path.join(cache, "digests.json"))
+    except OSError:  # no place to remember them
+        digests = _digests(paths, None)
     total = hashlib.sha256()
-    for name in sorted(os.listdir(folder)):
-        path = os.path.join(folder, name)
-        if not os.path.isfile(path) or not name.endswith((".safetensors", ".bin", ".pt", ".pth", ".gguf", "config.json")):
-            continue
-        total.update(f"{name}\0{os.path.getsize(path)}\0".encode())
-        with open(path, "rb") as f:
-            if name.endswith(".safetensors"):
-                _digest_tensors(f, total)
-            else:
-                while chunk := f.read(1 << 20):
-                    total.update(chunk)
+    for path, digest in zip(paths, digests):
+        total.update(f"{os.path.basename(path)}\0{digest}\0".encode())
     return total.hexdigest()
 
 
-def _digest_tensors(f: Any, total: Any) -> None:
-    (length,) = struct.unpack("<Q", f.read(8))
-    header = f.read(length)
-    total.update(header)
-    for name, tensor in sorted(json.loads(header).items()):
-        if name == "__metadata__":
-            continue
-        first, last = tensor["data_offsets"]
-        for offset in (first, max(first, last - _TENSOR_SAMPLE)):
-            f.seek(8 + length + offset)
-            total.update(f.read(min(_TENSOR_SAMPLE, last - first)))
+def _digests(paths: list[str], memory: str | None) -> list[str]:
+    known: dict[str, str] = {}
+    if memory is not None:
+        try:
+            with open(memory) as f:
+                known = json.load(f)
+        except (OSError, ValueError):
+            pass
+    keys = []
+    for path in paths:
+        stat = os.stat(path)
+        keys.append(f"{os.path.realpath(path)} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}")
+    missing = [(key, path) for key, path in zip(keys, paths) if key not in known]
+    with ThreadPoolExecutor(4) as pool:  # hashing gives the interpreter's lock away
+        known.update(zip([key for key, _ in missing], pool.map(_file_digest, [path for _, path in missing])))
+    if missing and memory is not None:
+        with open(memory + ".new", "w") as f:
+            json.dump(dict(list(known.items())[-4096:]), f)
+        os.replace(memory + ".new", memory)
+    return [known[key] for key in keys]
+
+
+def _file_digest(path: str) -> str:
+    digest, buffer = hashlib.sha256(), bytearray(1 << 20)
+    with open(path, "rb", buffering=0) as f:
+        while n := f.readinto(buffer):
+            digest.update(memoryview(buffer)[:n])
+    return digest.hexdigest()
 
 
 def _revision(model_config: Any) -> str:

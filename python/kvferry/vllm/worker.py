@@ -89,7 +89,7 @@ class Worker:
 
     def before_step(self, meta: StepMeta) -> None:
         """Takes back what this step writes again: before blocks are zeroed, loaded into or computed."""
-        for store_id in meta.revokes:
+        for store_id in list(self._stores) if meta.revoke_all else meta.revokes:
             self._take_back(store_id)
         if meta.weights_generation != self._generation and self._session is not None:
             self._generation = meta.weights_generation
@@ -215,7 +215,7 @@ class Worker:
         ended, self._ended = self._ended, Counter()
         return RankMeta(ended) if ended else None
 
-    def count_error(self, where: str) -> None:
+    def failed(self, where: str) -> None:
         self._tallies.add("errors", label=where)
 
     def take_stats(self) -> Stats | None:
