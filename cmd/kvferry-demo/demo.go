@@ -32,6 +32,7 @@ type options struct {
 	requests int
 	flight   int
 	keep     bool
+	still    time.Duration // after which the demo fails when nothing moves
 }
 
 // stage is everything that the demo runs on.
@@ -39,13 +40,16 @@ type stage struct {
 	options
 	out     io.Writer
 	dir     string
+	lock    *os.File // held while dir is in use
 	prompts []prompt
 	tally   tally
-	nodeA   *process.Node
-	nodeB   *process.Node
-	decode  *process.Worker
-	prefill atomic.Pointer[process.Worker] // replaced when it is killed
-	restart restart
+	// attached counts workers.
+	attached atomic.Int64
+	nodeA    *process.Node
+	nodeB    *process.Node
+	decode   *process.Worker
+	prefill  atomic.Pointer[process.Worker] // replaced when it is killed
+	restart  restart
 }
 
 // restart is what happened when the prefill worker was killed.
@@ -63,39 +67,66 @@ func demo(ctx context.Context, o options, out io.Writer) (err error) {
 	}
 	shape.Blocks = uint32(o.flight * promptBlocksMax)
 	fmt.Fprintf(out, "kvferry demo: %d prompts of %s, blocks of %d KiB\n", len(s.prompts), source, shape.ShardBytes()>>10)
-	defer s.cleanUp()
-	if err := s.setUp(ctx); err != nil {
-		return s.explain(ctx, err)
+	if n := removeLeftovers(os.TempDir(), shm); n > 0 {
+		fmt.Fprintf(out, "removed what %d earlier demos left that were killed\n", n)
 	}
-	begin := time.Now()
-	if err := s.play(ctx); err != nil {
-		return s.explain(ctx, err)
+	defer s.cleanUp()
+	begin, err := s.perform(ctx)
+	if err != nil {
+		return err
 	}
 	if err := s.report(ctx, time.Since(begin)); err != nil {
 		return err
 	}
 	if o.keep {
 		fmt.Fprintln(out, "\nAll of it is left running. Ctrl-C ends it.")
-		<-ctx.Done()
+		s.linger(ctx)
 	}
 	return nil
 }
 
-func (s *stage) setUp(ctx context.Context) (err error) {
-	if s.dir, err = os.MkdirTemp("", "kvferry-demo-"); err != nil {
+// perform sets up and plays, while the daemons are watched.
+func (s *stage) perform(ctx context.Context) (begin time.Time, err error) {
+	ctx, fail := context.WithCancelCause(ctx)
+	var watching sync.WaitGroup
+	defer watching.Wait()
+	defer fail(nil)
+	if err := s.startNodes(ctx); err != nil {
+		if errors.Is(ctx.Err(), context.Canceled) {
+			return begin, errInterrupted
+		}
+		return begin, err // it has the log
+	}
+	watching.Go(func() { s.watch(ctx, fail) })
+	if err := s.startWorkers(ctx); err != nil {
+		return begin, s.explain(ctx, err)
+	}
+	begin = time.Now()
+	if err := s.play(ctx); err != nil {
+		return begin, s.explain(ctx, err)
+	}
+	return begin, nil
+}
+
+func (s *stage) startNodes(ctx context.Context) (err error) {
+	if s.dir, s.lock, err = newDir(os.TempDir()); err != nil {
 		return err
 	}
 	for _, n := range []struct {
 		name, host string
 		node       **process.Node
 	}{{"a", "127.0.0.1", &s.nodeA}, {"b", "127.0.0.2", &s.nodeB}} {
-		*n.node, err = process.StartNode(ctx, process.NodeConfig{Daemon: s.daemon, Name: "node-" + n.name, Dir: filepath.Join(s.dir, n.name), PoolPath: s.poolPath(n.name),
+		*n.node, err = process.StartNode(ctx, process.NodeConfig{Daemon: s.daemon, Name: "node-" + n.name, Dir: filepath.Join(s.dir, n.name), PoolPath: poolPath(s.dir, shm, n.name),
 			PoolBytes: poolBytes, SlabBytes: slabBytes, Listen: n.host})
 		if err != nil {
 			return err
 		}
 		fmt.Fprintf(s.out, "node-%s: kvferryd (pid %d), pool of %d MiB\n", n.name, (*n.node).Pid(), poolBytes>>20)
 	}
+	return nil
+}
+
+func (s *stage) startWorkers(ctx context.Context) error {
 	prefill, err := s.startWorker(ctx, "prefill", s.nodeA)
 	if err != nil {
 		return err
@@ -103,10 +134,6 @@ func (s *stage) setUp(ctx context.Context) (err error) {
 	s.prefill.Store(prefill)
 	s.decode, err = s.startWorker(ctx, "decode", s.nodeB)
 	return err
-}
-
-func (s *stage) poolPath(node string) string {
-	return filepath.Join("/dev/shm", filepath.Base(s.dir)+"-"+node+".pool")
 }
 
 func (s *stage) startWorker(ctx context.Context, name string, n *process.Node) (*process.Worker, error) {
@@ -118,6 +145,7 @@ func (s *stage) startWorker(ctx context.Context, name string, n *process.Node) (
 		w.Kill()
 		return nil, err
 	}
+	s.attached.Add(1)
 	fmt.Fprintf(s.out, "%s: %s worker (pid %d), %d MiB of shared KV memory\n", n.Name, name, w.Pid(), shape.Bytes()>>20)
 	return w, nil
 }
@@ -223,6 +251,7 @@ func (s *stage) killPrefill(ctx context.Context) error {
 		w.Kill()
 		return err
 	}
+	s.attached.Add(1)
 	s.restart = restart{at: done, attached: time.Since(begin)}
 	s.prefill.Store(w)
 	status, err := s.nodeA.Status(ctx)
@@ -235,34 +264,23 @@ func (s *stage) killPrefill(ctx context.Context) error {
 	return nil
 }
 
-// explain adds what the daemons said last, unless we were interrupted.
-func (s *stage) explain(ctx context.Context, err error) error {
-	if errors.Is(context.Cause(ctx), context.Canceled) {
-		return errors.New("interrupted")
-	}
-	for _, n := range []*process.Node{s.nodeA, s.nodeB} {
-		if n != nil {
-			err = fmt.Errorf("%w\n%s's log ends:\n%s", err, n.Name, n.LogTail())
-		}
-	}
-	return err
-}
-
-// cleanUp ends everything and removes what was made, whatever state the demo is in.
+// cleanUp ends everything and removes what was made, whatever state the demo and its daemons are in.
 func (s *stage) cleanUp() {
+	var ending sync.WaitGroup
 	for _, w := range []*process.Worker{s.prefill.Load(), s.decode} {
 		if w != nil {
-			w.Close()
+			ending.Go(func() { w.CloseWithin(closeWithin) })
 		}
 	}
+	ending.Wait()
 	for _, n := range []*process.Node{s.nodeA, s.nodeB} {
 		if n != nil {
-			n.Stop()
+			ending.Go(func() { n.StopWithin(stopWithin) })
 		}
 	}
-	for _, name := range []string{"a", "b"} {
-		_ = os.Remove(s.poolPath(name))
-		_ = os.Remove(s.poolPath(name) + ".lock")
+	ending.Wait()
+	if s.dir != "" {
+		removeDir(s.dir, shm)
+		_ = s.lock.Close()
 	}
-	_ = os.RemoveAll(s.dir)
 }

@@ -2,7 +2,8 @@
 // trace of conversations. Prompts are prefilled on node a and handed over to node b over TCP; on the way a worker is killed and comes back. Every byte that
 // arrives anywhere is compared with what it should be.
 //
-// It ends with 1 when a byte was wrong or something did not work, and leaves nothing behind.
+// It ends with 1 when a byte was wrong or something did not work, and leaves nothing behind; what a demo that was killed (SIGKILL) left, the next one
+// removes.
 package main
 
 import (
@@ -33,7 +34,7 @@ func run(args []string) error {
 		return err
 	}
 	f := pflag.NewFlagSet("kvferry-demo", pflag.ContinueOnError)
-	o := options{}
+	o := options{still: stillMax}
 	f.StringVar(&o.daemon, "daemon", filepath.Join(filepath.Dir(self), "kvferryd"), "the daemon's executable")
 	f.StringVar(&o.trace, "trace", "../shared/traces/conversation.jsonl.gz", "conversation trace, gzipped JSON lines; where it is not there, the part that is built in")
 	f.IntVar(&o.requests, "requests", 1500, "how many requests of the trace")
