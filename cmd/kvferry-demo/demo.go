@@ -68,7 +68,7 @@ func demo(ctx context.Context, o options, out io.Writer) (err error) {
 	shape.Blocks = uint32(o.flight * promptBlocksMax)
 	fmt.Fprintf(out, "kvferry demo: %d prompts of %s, blocks of %d KiB\n", len(s.prompts), source, shape.ShardBytes()>>10)
 	if n := removeLeftovers(os.TempDir(), shm); n > 0 {
-		fmt.Fprintf(out, "removed what %d earlier demos left that were killed\n", n)
+		fmt.Fprintf(out, "removed what demos left that had been killed: %d\n", n)
 	}
 	defer s.cleanUp()
 	begin, err := s.perform(ctx)

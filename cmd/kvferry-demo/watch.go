@@ -13,7 +13,7 @@ const (
 	stillMax     = 20 * time.Second
 	watchTick    = 250 * time.Millisecond
 	answerWithin = 2 * time.Second // of a daemon, when nothing moves
-	closeWithin  = time.Second     // of workers, at the end
+	closeWithin  = time.Second / 2 // of workers, at the end
 	stopWithin   = 3 * time.Second // of daemons, after the workers: together less than five seconds
 )
 
