@@ -140,7 +140,7 @@ func (b *bench) all(ctx context.Context) error {
 	}
 	if b.nixl != "" {
 		if err := b.peers(ctx); err != nil {
-			return err
+			return fmt.Errorf("peer_nixl_read: %w", err)
 		}
 	}
 	for _, c := range []testCase{cases[0], cases[2]} {
@@ -153,7 +153,9 @@ func (b *bench) all(ctx context.Context) error {
 	}
 	if b.wanted("match_8192_go", "match_8192_python") {
 		fmt.Fprintln(os.Stderr, "match ...")
-		return b.match(ctx)
+		if err := b.match(ctx); err != nil {
+			return fmt.Errorf("match_8192: %w", err)
+		}
 	}
 	return nil
 }
