@@ -31,7 +31,8 @@ func memories(t *testing.T, size int) (dst, src transport.Memory) {
 // A server that went away and came back, while lanes were idle, costs nothing: the lanes are dialled again within the Copy.
 func TestLinkSurvivesRestart(t *testing.T) {
 	dst, src := memories(t, 16<<20)
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	// An address that no other test uses: on 127.0.0.1 anybody's outgoing connection may take the port while nobody listens.
+	listener, err := net.Listen("tcp", "127.66.7.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
