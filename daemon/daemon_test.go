@@ -490,3 +490,26 @@ func TestAcceptAnswersInParts(t *testing.T) {
 	_ = d.Close()
 	b.nothingHeld()
 }
+
+// A Release of several Loads does not say which of them had the wrong block: it is found in any.
+func TestFlippedPayloadOfASecondLoad(t *testing.T) {
+	n := newNode(t)
+	raw := n.rawSession(helloOf(worker))
+	hashes, parents := prompt(8, 1)
+	space := raw.welcome.SpaceId
+	raw.word(0, 1)
+	raw.send(&pb.SessionRequest{Message: &pb.SessionRequest_Store{Store: &pb.Store{
+		Operation: 1, SpaceId: space, Region: 1, BlockIds: numbers(0, 8), Hashes: packed(hashes), Parents: packed(parents),
+	}}})
+	raw.receive()
+	var broken uint64
+	for i, part := range [][]kvferry.Hash{hashes[:4], hashes[4:]} {
+		op := uint64(i + 2)
+		raw.word(i, op)
+		raw.send(&pb.SessionRequest{Message: &pb.SessionRequest_Load{Load: &pb.Load{Operation: op, Word: uint32(i), SpaceId: space, Hashes: packed(part)}}})
+		broken = raw.receive().GetLoadResult().GetOffsets()[0]
+	}
+	n.pool.Bytes()[broken] ^= 1
+	raw.send(&pb.SessionRequest{Message: &pb.SessionRequest_Release{Release: &pb.Release{Operations: []uint64{2, 3}, WrongBlocks: 1}}})
+	eventually(t, "the block is dropped", func() bool { return n.counters.Value("broken_blocks", "pool") == 1 })
+}

@@ -208,6 +208,7 @@ func (r *Registry) pin(q ClaimRequest, o *offer, ref tiers.SpaceRef, shape tiers
 		ShardBytes: shape.ShardBytes, Lease: r.cfg.Limits.ClaimLease, Parents: r.cfg.Ledger.Parents(ref, q.Hashes),
 	}
 	late := !o.made.Add(r.cfg.Limits.StoreWait).After(now)
+	var count [4]int
 	for i, p := range res.Places {
 		switch {
 		case p.Slot != 0:
@@ -218,7 +219,10 @@ func (r *Registry) pin(q ClaimRequest, o *offer, ref tiers.SpaceRef, shape tiers
 		default:
 			a.Status[i] = Missing
 		}
-		r.cfg.Counters.Add("claim_blocks", claimStatusName(a.Status[i]), 1)
+		count[a.Status[i]]++
+	}
+	for s, n := range count {
+		r.cfg.Counters.Add("claim_blocks", claimStatusName(ClaimStatus(s)), n)
 	}
 	slices.SortFunc(c.blocks, func(x, y span) int { return cmp.Compare(x.offset, y.offset) })
 	return a, nil

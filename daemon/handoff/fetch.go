@@ -106,6 +106,7 @@ func (f *Fetcher) Fetch(ctx context.Context, q FetchRequest) []FetchStatus {
 	if err != nil {
 		f.cfg.Log.Warn("fetch offered blocks", "offer", fmt.Sprintf("%x", q.Ticket.OfferID), "blocks", n, "error", err)
 	}
+	var count [6]int
 	for i := range out {
 		if out[i] == 0 {
 			out[i] = Failed
@@ -113,7 +114,10 @@ func (f *Fetcher) Fetch(ctx context.Context, q FetchRequest) []FetchStatus {
 				out[i] = TooLate
 			}
 		}
-		f.cfg.Counters.Add("fetch_blocks", out[i].String(), 1)
+		count[out[i]]++
+	}
+	for s, n := range count {
+		f.cfg.Counters.Add("fetch_blocks", FetchStatus(s).String(), n)
 	}
 	return out
 }

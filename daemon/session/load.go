@@ -246,6 +246,7 @@ func (s *Session) Release(operations []uint64, wrong uint32) {
 		s.send(Refused{invalid("release.operations", "%d: at most 4096", len(operations))})
 		return
 	}
+	left := int(wrong) // to be counted: an operation cannot have had more than its blocks
 	for _, n := range operations {
 		s.mu.Lock()
 		o := s.operations[n]
@@ -254,11 +255,11 @@ func (s *Session) Release(operations []uint64, wrong uint32) {
 			continue
 		}
 		o.mu.Lock()
-		told := min(int(wrong), len(o.places)) // it may not have had more
+		told := min(left, len(o.places))
 		o.mu.Unlock()
-		wrong -= uint32(told)
+		left -= told
 		s.m.cfg.Counters.Add(o.kind+"_blocks", "wrong", told)
-		if told == 0 || !s.begin() {
+		if wrong == 0 || !s.begin() { // which of the operations had them is not told: all are read again
 			o.endLoad(OutcomeCommitted, "")
 			continue
 		}
