@@ -158,6 +158,9 @@ func (d *Daemon) makeParts() {
 	allow, _ := parseAllow(d.cfg.Peer.Allow) // validated before
 	d.fetcher = handoff.NewFetcher(handoff.FetcherConfig{
 		Epoch: d.epoch, Ledger: d.ledger, Pool: memory, Registry: d.registry, Control: d.peers, Resolve: allow.resolve, Counters: &d.counters, Log: component("fetch"), Peers: 1024,
+		NewLink: func(address string, epoch kvferry.Epoch) handoff.PeerLink {
+			return tcp.NewLink(address, epoch, tcp.Options{})
+		},
 	})
 	limits := session.DefaultLimits
 	limits.OfferLifetime = time.Duration(d.cfg.Offer.Lifetime)

@@ -59,6 +59,12 @@ type Control interface {
 	EndClaim(ctx context.Context, address string, epoch kvferry.Epoch, key [16]byte, received uint32, reason string) error
 }
 
+// PeerLink is the way to the data of one epoch of a peer: transport/tcp's Link, or that of the simulation.
+type PeerLink interface {
+	Copier(key [16]byte, src kvferry.Region, dst transport.Memory) transport.Copier
+	Close() error
+}
+
 // FetcherConfig is what a Fetcher works with; never modified after NewFetcher.
 type FetcherConfig struct {
 	Epoch    kvferry.Epoch
@@ -66,6 +72,7 @@ type FetcherConfig struct {
 	Pool     transport.Memory
 	Registry *Registry // of this node: a ticket may be of an engine here
 	Control  Control
+	NewLink  func(address string, epoch kvferry.Epoch) PeerLink
 	// Resolve is the address to dial for one that a ticket or a peer names, or why it may not be dialled.
 	Resolve  func(ctx context.Context, address string) (string, error)
 	Counters *counters.Set

@@ -12,7 +12,6 @@ import (
 	"github.com/kvferry/kvferry/daemon/health"
 	"github.com/kvferry/kvferry/daemon/mover"
 	"github.com/kvferry/kvferry/transport"
-	"github.com/kvferry/kvferry/transport/tcp"
 )
 
 const (
@@ -31,7 +30,8 @@ type peer struct {
 
 	mu    sync.Mutex
 	used  time.Time
-	lanes *tcp.Link // to its current epoch
+	dial  func(address string, epoch kvferry.Epoch) PeerLink
+	lanes PeerLink // to its current epoch
 	epoch string    // data address and epoch that lanes go to
 }
 
@@ -51,7 +51,7 @@ func (f *Fetcher) peer(address string) (*peer, error) {
 		return nil, fmt.Errorf("%w: %d peers", ErrLimit, len(f.peers))
 	}
 	p := &peer{
-		address: address, region: kvferry.Region{ID: math.MaxUint64, Bytes: math.MaxUint64}, link: mover.NewLink("peer "+address, peerTransfers, peerQueue), used: now,
+		address: address, dial: f.cfg.NewLink, region: kvferry.Region{ID: math.MaxUint64, Bytes: math.MaxUint64}, link: mover.NewLink("peer "+address, peerTransfers, peerQueue), used: now,
 		log: func(degraded bool, err error) {
 			if degraded {
 				f.cfg.Log.Warn("peer is degraded", "peer", address, "error", err)
@@ -81,7 +81,7 @@ func (p *peer) copier(a ClaimAnswer, pool transport.Memory) transport.Copier {
 		if p.lanes != nil {
 			_ = p.lanes.Close()
 		}
-		p.lanes, p.epoch = tcp.NewLink(a.DataAddress, a.Epoch, tcp.Options{}), id
+		p.lanes, p.epoch = p.dial(a.DataAddress, a.Epoch), id
 	}
 	return p.lanes.Copier(a.Key, p.region, pool)
 }
