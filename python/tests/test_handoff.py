@@ -6,16 +6,41 @@ from types import SimpleNamespace
 import pytest
 
 from kvferry.v1 import engine_pb2 as pb
-from kvferry.vllm.handoff import make_offer, read_ticket
+from kvferry.vllm.config import Config
+from kvferry.vllm.handoff import Offers, Transfer, is_address, read_peers, read_ticket, read_transfer, transfer_ticket
 
 SPACE = bytes(range(32))
 HASHES = [bytes([n]) * 32 for n in range(1, 9)]
 
 
-def made(tokens: int = 100, block_tokens: int = 16, most: int = 1000):
-    request = SimpleNamespace(request_id="r", num_prompt_tokens=tokens, block_hashes=HASHES)
-    welcome = SimpleNamespace(load_blocks_max=most, peer_address="10.0.0.1:7400")
-    return make_offer(request, SimpleNamespace(welcome=welcome, epoch=b"e" * 16), SPACE, block_tokens, 0, "instance")
+class Attached(SimpleNamespace):
+    """An attachment that notes what is sent."""
+
+    def __init__(self, most: int = 1000):
+        super().__init__(welcome=SimpleNamespace(load_blocks_max=most, peer_address="10.0.0.1:7400"), epoch=b"e" * 16, lost=False, sent=[])
+
+    def send(self, message) -> bool:
+        self.sent.append(message)
+        return not self.lost
+
+
+class Table:
+    def values(self, block_ids):
+        return [100 + b for b in block_ids]
+
+
+def request(tokens: int = 100):
+    return SimpleNamespace(request_id="r", num_prompt_tokens=tokens, block_hashes=HASHES)
+
+
+def offers(table=None, **fields) -> Offers:
+    return Offers(Config(**fields), 16, "instance", table)
+
+
+def made(tokens: int = 100, most: int = 1000):
+    attached = Attached(most)
+    out = offers().finish(request(tokens), [], None, None, attached, SPACE)
+    return None if out is None else (attached.sent[0].offer, out[0])
 
 
 def test_offer_and_ticket_agree():

@@ -19,7 +19,7 @@ import torch  # noqa: E402
 
 from kvferry.vllm.config import Config, unsupported  # noqa: E402
 from kvferry.vllm.layout import _tensor_planes  # noqa: E402
-from kvferry.vllm.loader import Loader, _Load  # noqa: E402
+from kvferry.vllm.loader import Loader, _Load, _Part  # noqa: E402
 from kvferry.vllm.meta import LoadJob, RankMeta, StepMeta, StoreJob  # noqa: E402
 from kvferry.vllm.refusal import RefusingWorker  # noqa: E402
 from kvferry.vllm.scheduler import Scheduler  # noqa: E402
@@ -67,7 +67,7 @@ class Side:
 
     def __init__(self, fake, **fields):
         self.fake = fake
-        self.scheduler = Scheduler(config(fake, **fields), hello(pb.ROLE_SCHEDULER), 1, log)
+        self.scheduler = Scheduler(config(fake, **fields), hello(pb.ROLE_SCHEDULER), 1, BLOCKS, log)
         wait_for(lambda: self.scheduler._session.attachment, 10, "attached")
 
     def matched(self, request, local_tokens: int = 0):
@@ -98,10 +98,13 @@ class Side:
             )
         )
 
-    def ended(self, ended=(), received=(), bad=(), refuses=False):
+    def ended(self, ended=(), received=(), bad=(), refuses=False, sent=()):
         self.scheduler.step_ended(
             SimpleNamespace(
-                kv_connector_worker_meta=RankMeta(Counter(ended), refuses), finished_recving=set(received), invalid_block_ids=set(bad)
+                kv_connector_worker_meta=RankMeta(Counter(ended), refuses),
+                finished_recving=set(received),
+                finished_sending=set(sent),
+                invalid_block_ids=set(bad),
             )
         )
 
@@ -161,7 +164,7 @@ def test_reused_blocks_are_revoked_before_they_are_written(side):
     first, second = Request("a", 8, salt=1), Request("b", 12, salt=2)
     side.admit(first, [5, 6])
     (job,) = side.step({"a": [5, 6]}).stores
-    side.scheduler.finished(first, True)
+    side.scheduler.finished(first, [5, 6], True)
     # b hits block 5 in the engine's cache, and is given 6 anew.
     side.admit(second, [5, 6, 7], local_tokens=4)
     assert side.step({"b": [5, 6, 7]}).revokes == [job.store_id]
@@ -176,7 +179,7 @@ def test_reuse_by_a_running_request(side):
     first, second = Request("a", 8, salt=1), Request("b", 4, salt=2)
     side.admit(first, [5, 6])
     (job,) = side.step({"a": [5, 6]}).stores
-    side.scheduler.finished(first, True)
+    side.scheduler.finished(first, [5, 6], True)
     side.admit(second, [7])
     side.step({"b": [7]})
     assert side.step(new={"b": [6]}).revokes == [job.store_id]
@@ -190,18 +193,19 @@ def test_a_shared_prefix_is_stored_by_one(side):
     (own,) = side.step({"b": [5, 6, 7]}).stores
     assert own.block_ids == [7]
     # But who hands it over keeps its blocks until that store has ended.
-    hold, params = side.scheduler.finished(second, True)
+    hold, params = side.scheduler.finished(second, [5, 6, 7], True)
     assert hold and params["do_remote_prefill"] and params["kvferry_ticket"]
-    assert side.step().holds == {"b": [job.store_id, own.store_id]}
+    hold = side.step().holds["b"]
+    assert hold.store_ids == [job.store_id, own.store_id] and hold.epoch == side.fake.epoch
     wait_for(lambda: side.fake.seen("offer"), 5, "the offer")
     (offer,) = side.fake.seen("offer")
-    assert offer.hashes == b"".join(second.block_hashes) and offer.tokens == 12
+    assert offer.hashes == b"".join(second.block_hashes) and offer.tokens == 12 and offer.offer_id == hold.offer_id
 
 
 def test_only_a_good_end_is_offered(side):
     request = Request("a", 8, params={"do_remote_decode": True})
     side.admit(request, [5, 6])
-    assert side.scheduler.finished(request, False) == (False, None)
+    assert side.scheduler.finished(request, [5, 6], False) == (False, None)
 
 
 def test_aborted_load_is_cancelled_and_holds_nothing(side):
@@ -209,7 +213,7 @@ def test_aborted_load_is_cancelled_and_holds_nothing(side):
     side.resident(request, 2)
     side.admit(request, [5, 6])
     side.step()
-    assert side.scheduler.finished(request, False) == (False, None)
+    assert side.scheduler.finished(request, [5, 6], False) == (False, None)
     assert side.step().cancels == ["a"]
     side.ended(received=["a"], bad=[5, 6])
     assert not side.scheduler._loads and not side.scheduler._requests
@@ -268,7 +272,9 @@ def test_a_rank_that_refuses_ends_loads(side):
     worker.start_stores(meta)
     assert worker.finished() == (set(), {"a"}, {5, 6})
     side.scheduler.step_ended(
-        SimpleNamespace(kv_connector_worker_meta=worker.take_meta(), finished_recving={"a"}, invalid_block_ids={5, 6})
+        SimpleNamespace(
+            kv_connector_worker_meta=worker.take_meta(), finished_recving={"a"}, finished_sending=set(), invalid_block_ids={5, 6}
+        )
     )
     other = Request("b", 8)
     assert side.admit(other, [7, 8]) == 0
@@ -371,8 +377,10 @@ class Rank:
     def store(self, ids: list[int], names: list[bytes]):
         self.step(StepMeta("", stores=[StoreJob(1, "r", ids, b"".join(names), bytes(32) * len(ids))]))
 
-    def load(self, ids: list[int], names: list[bytes], cancel: bool = False) -> set[int]:
-        _, received, bad = self.step(StepMeta("", loads=[LoadJob("r", ids, b"".join(names), None)], cancels=["r"] if cancel else []))
+    def load(
+        self, ids: list[int], names: list[bytes], cancel: bool = False, ticket: bytes | None = None, timeout_ms: int = 5000
+    ) -> set[int]:
+        _, received, bad = self.step(StepMeta("", loads=[LoadJob("r", ids, b"".join(names), ticket, timeout_ms)], cancels=["r"] if cancel else []))
 
         def ended():
             nonlocal received, bad
@@ -416,15 +424,15 @@ def test_wrong_blocks_are_reported(fake, rank, spoil):
 
 
 def test_silent_daemon_is_given_up(fake):
-    rank = Rank(fake, load_timeout_ms=200)
+    rank = Rank(fake)
     fake.answer_loads = False
-    assert rank.load([8, 9], NAMES[:2]) == {8, 9}
+    assert rank.load([8, 9], NAMES[:2], timeout_ms=200) == {8, 9}
     assert rank.worker.take_stats().data["unloaded_blocks:timeout"] == 2
     rank.worker.close()
 
 
 def test_cancelled_and_unattached_loads_end(fake):
-    rank = Rank(fake, load_timeout_ms=30000)
+    rank = Rank(fake)
     fake.answer_loads = False
     assert rank.load([8, 9], NAMES[:2], cancel=True) == {8, 9}
     fake.stop()
@@ -434,7 +442,7 @@ def test_cancelled_and_unattached_loads_end(fake):
 
 
 def test_daemon_that_goes_away_ends_loads(fake):
-    rank = Rank(fake, load_timeout_ms=30000)
+    rank = Rank(fake)
     fake.answer_loads = False
     threading.Timer(0.2, fake.stop).start()
     assert rank.load([8, 9], NAMES[:2]) == {8, 9}
@@ -448,23 +456,23 @@ def test_copies_that_do_not_fit_the_memory_are_refused(fake):
     for fields in ({"offsets": [2**63]}, {"header_offsets": [4]}, {"shard_bytes": 7}, {"crc32c": []}):
         good = {"offsets": [0], "header_offsets": [0], "generations": [0], "crc32c": [0], "shard_bytes": rank.worker._memory.block_bytes}
         message = pb.LoadResult(status=b"\1", **{**good, **fields})
-        load = _Load(LoadJob("r", [1], NAMES[0], None), time.monotonic() + 5)
-        loader._copy(load, attachment, 0, message)
+        load = _Load(LoadJob("r", [1], NAMES[0], None, 5000), time.monotonic() + 5, (attachment, bytes(32)))
+        loader._take(load, SimpleNamespace(lends=False), _Part([0]), message)
         assert load.failed == {0}
     rank.worker.close()
 
 
 def test_an_answer_out_of_range_ends_the_load(fake):
-    rank = Rank(fake, load_timeout_ms=30000)
+    rank = Rank(fake)
     rank.store([1, 2], NAMES[:2])
     wait_for(lambda: len(fake.blocks) == 2, 5, "stored")
     fake.answer_loads = False
     loader: Loader = rank.worker._loader
-    loader.begin(LoadJob("r", [8, 9], b"".join(NAMES[:2]), None), rank.worker._session.space_id(""))
+    loader.begin(LoadJob("r", [8, 9], b"".join(NAMES[:2]), None, 30000), rank.worker._session.space_id(""))
     load = wait_for(lambda: loader._loads.get("r"), 5, "begun")
-    (number,) = wait_for(lambda: list(load.operations), 5, "sent")
+    (op,) = wait_for(lambda: list(load.parts), 5, "sent")
     load.missing.discard(0)  # as if the first block had come
-    loader._events.put(lambda: loader._result("r", load.operations[number][0], pb.LoadResult(operation=number, first=2, status=b"\1")))
+    loader._events.put(lambda: loader._result("r", op, pb.LoadResult(operation=op.number, first=2, status=b"\1")))
     wait_for(lambda: loader._ended, 5, "the load ends")
     assert loader.take_ended() == ({"r"}, {9})
     rank.worker.close()

@@ -19,8 +19,10 @@ _YIELD_S = 0.0001
 class Match:
     """blocks: the longest resident prefix; None until the answer is there."""
 
-    def __init__(self, request_id: str, generation: str):
+    def __init__(self, request_id: str, generation: str, peers: list[str], compute_us: int):
         self.request_id = request_id
+        self.peers = peers
+        self.compute_us = compute_us
         self.generation = generation
         self.asked = time.monotonic()
         self.waited_since: float | None = None  # when the scheduler first wanted to know
@@ -41,13 +43,13 @@ class Matcher:
         self._questions: queue.SimpleQueue[tuple[Match, list[bytes]] | None] = queue.SimpleQueue()
         start_thread("kvferry-match", self._run)
 
-    def ask(self, request_id: str, hashes: list[bytes], generation: str) -> Match | None:
-        """None where nothing can be found."""
+    def ask(self, request_id: str, hashes: list[bytes], generation: str, peers: list[str], compute_us: int) -> Match | None:
+        """None where nothing can be found. peers: nodes that may have more; compute_us: what a block takes to compute."""
         target = self._session.space_id(generation)
         if target is None:
             self._tallies.add("unasked_requests", label="not_attached")
             return None
-        match = Match(request_id, generation)
+        match = Match(request_id, generation, peers, compute_us)
         self._questions.put((match, hashes))
         self._tallies.add("asked_blocks", len(hashes))
         return match
@@ -88,7 +90,15 @@ class Matcher:
             return
         attachment, space_id = target
         hashes = hashes[: attachment.welcome.match_blocks_max or len(hashes)]
-        call = attachment.match(space_id, match.request_id, b"".join(hashes), self._config.lease_ms, self._config.match_timeout_ms / 1000)
+        call = attachment.match(
+            space_id,
+            match.request_id,
+            b"".join(hashes),
+            self._config.lease_ms,
+            self._config.match_timeout_ms / 1000,
+            match.peers,
+            match.compute_us,
+        )
         call.add_done_callback(lambda done: self._answered(match, done))
 
     def _answered(self, match: Match, call: grpc.Future) -> None:
@@ -104,3 +114,4 @@ class Matcher:
         if match.blocks is None:
             match.blocks = response.blocks
             self._tallies.add("matched_blocks", response.blocks)
+            self._tallies.add("peer_blocks", response.peer_blocks)
