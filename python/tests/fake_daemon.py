@@ -18,6 +18,8 @@ from kvferry.v1 import engine_pb2_grpc
 
 HEADER = 256
 WORDS = 16
+# Of the ranks in sides.py.
+LAYERS, BLOCK_BYTES = 3, 3 * 4096
 
 
 class FakeDaemon(engine_pb2_grpc.EngineServicer):
@@ -71,6 +73,24 @@ class FakeDaemon(engine_pb2_grpc.EngineServicer):
         for session in list(self.sessions.values()):
             session.outgoing.put(None)
         self.server.stop(None).wait(5)
+
+    def close(self) -> None:
+        self.store_gate.set()
+        self.answer_matches.set()
+        self.stop()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    def be_mortal(self) -> None:
+        """The pidfd that is handed out as the daemon's is that of a process which a test can kill."""
+        self.direct = True
+        self.process = subprocess.Popen(["sleep", "600"])
+
+    def die(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
 
     def break_streams(self) -> None:
         """Ends all sessions and tells nothing; the fake goes on serving."""
@@ -236,9 +256,7 @@ class FakeDaemon(engine_pb2_grpc.EngineServicer):
                 for entry, fd in zip(entries[:count], fds):
                     if entry != wire.ENTRY_PIDFD:
                         writable = any(r.id == entry and r.writable for r in session.hello.regions)
-                        session.regions[entry] = mmap.mmap(
-                            fd, 0, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-                        )
+                        session.regions[entry] = mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
                     os.close(fd)
                 given = {wire.ENTRY_POOL: self.pool_fd, wire.ENTRY_WORDS: session.words_fd}
                 if self.process is not None:
@@ -247,7 +265,6 @@ class FakeDaemon(engine_pb2_grpc.EngineServicer):
                 if self.process is not None:
                     os.close(pidfd)
             session.outgoing.put(pb.SessionResponse(attached=pb.Attached()))
-
 
     @staticmethod
     def _answer(connection, given: dict[int, int]) -> None:
@@ -275,6 +292,9 @@ class Lent:
         self.lent = pb.Lent(handle=7, token=os.urandom(16), bytes=length * count, blocks=count, planes=planes, generations=count)
         self.length = length
         self.checked = True
+
+    def write_again(self, name: bytes) -> None:
+        _native.add_u64s(self.table, array("I", [self.names[name]]))
 
     def answer(self, operation: int, names: list[bytes]) -> pb.LoadResult:
         result = pb.LoadResult(operation=operation, last=True, lent=self.lent, shard_bytes=self.length)

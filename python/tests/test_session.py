@@ -25,8 +25,7 @@ def fake(tmp_path_factory):
     directory = tmp_path_factory.mktemp("d")
     daemon = FakeDaemon(directory).start()
     yield daemon
-    daemon.store_gate.set()
-    daemon.stop()
+    daemon.close()
 
 
 class Client:

@@ -1,14 +1,12 @@
 """Scheduler side and loader without an engine: vLLM's classes are imported, its calls are made by hand."""
 
-import logging
 import threading
 import time
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 from daemon import wait_for
-from fake_daemon import FakeDaemon, _space_id
+from fake_daemon import BLOCK_BYTES
 
 from kvferry.v1 import engine_pb2 as pb
 
@@ -16,102 +14,14 @@ pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
 
 import torch  # noqa: E402
+from sides import NAMES, Rank, Request, Side  # noqa: E402
 
-from kvferry.vllm.config import Config, unsupported  # noqa: E402
+from kvferry.vllm.config import unsupported  # noqa: E402
 from kvferry.vllm.layout import _tensor_planes  # noqa: E402
 from kvferry.vllm.loader import Loader, _Load, _Part  # noqa: E402
-from kvferry.vllm.meta import LoadJob, RankMeta, StepMeta, StoreJob  # noqa: E402
+from kvferry.vllm.meta import LoadJob  # noqa: E402
 from kvferry.vllm.refusal import RefusingWorker  # noqa: E402
-from kvferry.vllm.scheduler import Scheduler  # noqa: E402
 from kvferry.vllm.space import weights_digest  # noqa: E402
-from kvferry.vllm.worker import Worker  # noqa: E402
-
-BLOCKS, LAYERS, PER_LAYER = 16, 3, 1024
-log = logging.getLogger("test")
-
-
-@pytest.fixture
-def fake(tmp_path_factory):
-    daemon = FakeDaemon(tmp_path_factory.mktemp("d"), slot_bytes=LAYERS * PER_LAYER * 4).start()
-    yield daemon
-    daemon.store_gate.set()
-    daemon.answer_matches.set()
-    daemon.stop()
-
-
-def config(fake, **fields) -> Config:
-    return Config(**{"socket": fake.engine_socket, "descriptors": fake.descriptor_socket, "match_wait_ms": 5000, **fields})
-
-
-def hello(role) -> pb.Hello:
-    return pb.Hello(wire_version=1, role=role, instance="i", ranks=1, space=pb.Space(model="m", block_tokens=4))
-
-
-class Request(SimpleNamespace):
-    """Tokens 0..tokens-1 in blocks of 4."""
-
-    def __init__(self, request_id: str, tokens: int, salt: int = 0, params=None):
-        hashes = [bytes([salt, n]) * 16 for n in range(tokens // 4)]
-        super().__init__(
-            request_id=request_id,
-            num_tokens=tokens,
-            num_prompt_tokens=tokens,
-            num_computed_tokens=0,
-            block_hashes=hashes,
-            kv_transfer_params=params,
-        )
-
-
-class Side:
-    """The scheduler side, with the calls that vLLM would make."""
-
-    def __init__(self, fake, **fields):
-        self.fake = fake
-        self.scheduler = Scheduler(config(fake, **fields), hello(pb.ROLE_SCHEDULER), 1, BLOCKS, log)
-        wait_for(lambda: self.scheduler._session.attachment, 10, "attached")
-
-    def matched(self, request, local_tokens: int = 0):
-        return wait_for(lambda: self._matched(request, local_tokens), 5, "an answer")
-
-    def _matched(self, request, local_tokens):
-        tokens, asynchronous = self.scheduler.matched_tokens(request, local_tokens)
-        return None if tokens is None else (tokens, asynchronous)
-
-    def admit(self, request, table: list[int], local_tokens: int = 0) -> int:
-        self.scheduler.arrived(request)
-        tokens, _ = self.matched(request, local_tokens)
-        self.scheduler.allocated(request, table, tokens)
-        return tokens
-
-    def step(self, tables: dict[str, list[int]] | None = None, new: dict[str, list[int]] | None = None):
-        """tables: of the requests that compute all their tokens in this step; new: block ids that running ones get."""
-        tables, new = tables or {}, new or {}
-        requests = self.scheduler._requests
-        return self.scheduler.step_meta(
-            SimpleNamespace(
-                scheduled_cached_reqs=SimpleNamespace(
-                    req_ids=list(new), new_block_ids=[(ids,) for ids in new.values()], resumed_req_ids=set()
-                ),
-                num_scheduled_tokens={r: requests[r].request.num_tokens - requests[r].request.num_computed_tokens for r in tables},
-                total_num_scheduled_tokens=len(tables),
-                kv_connector_block_state=SimpleNamespace(get_block_ids=lambda r: (tables[r],)),
-            )
-        )
-
-    def ended(self, ended=(), received=(), bad=(), refuses=False, sent=()):
-        self.scheduler.step_ended(
-            SimpleNamespace(
-                kv_connector_worker_meta=RankMeta(Counter(ended), refuses),
-                finished_recving=set(received),
-                finished_sending=set(sent),
-                invalid_block_ids=set(bad),
-            )
-        )
-
-    def resident(self, request, blocks: int):
-        space = _space_id(hello(pb.ROLE_SCHEDULER).space)
-        for name in request.block_hashes[:blocks]:
-            self.fake.blocks[self.fake._key(space, name, 0)] = (0, 0, 0)
 
 
 @pytest.fixture
@@ -348,53 +258,6 @@ def test_weights_digest(tmp_path):
 # ---- a rank ----
 
 
-class Rank:
-    def __init__(self, fake, **fields):
-        whole = torch.zeros(BLOCKS * LAYERS * PER_LAYER, dtype=torch.float32)
-        whole.uniform_()
-        shape, stride = (BLOCKS, 2, 4, PER_LAYER // 8), (PER_LAYER, PER_LAYER // 2, PER_LAYER // 8, 1)
-        self.caches = {f"layer{n}": torch.as_strided(whole, shape, stride, n * BLOCKS * PER_LAYER) for n in range(LAYERS)}
-        self.worker = Worker(config(fake, **fields), hello(pb.ROLE_WORKER), BLOCKS, log)
-        before = [self.block(n) for n in range(BLOCKS)]
-        self.worker.register(self.caches)
-        wait_for(lambda: self.worker._session.attachment, 10, "attached")
-        if self.worker._staging is None:
-            # The engine's memory moved: what lay in it is not needed at that time, so it is not copied.
-            for cache in self.caches.values():
-                cache.uniform_()
-        else:
-            assert [self.block(n) for n in range(BLOCKS)] == before
-
-    def block(self, n: int) -> bytes:
-        return b"".join(t[n].contiguous().numpy().tobytes() for t in self.caches.values())
-
-    def step(self, meta):
-        self.worker.before_step(meta)
-        self.worker.start_loads(meta)
-        self.worker.start_stores(meta)
-        return self.worker.finished()
-
-    def store(self, ids: list[int], names: list[bytes]):
-        self.step(StepMeta("", stores=[StoreJob(1, "r", ids, b"".join(names), bytes(32) * len(ids))]))
-
-    def load(
-        self, ids: list[int], names: list[bytes], cancel: bool = False, ticket: bytes | None = None, timeout_ms: int = 5000
-    ) -> set[int]:
-        _, received, bad = self.step(StepMeta("", loads=[LoadJob("r", ids, b"".join(names), ticket, timeout_ms)], cancels=["r"] if cancel else []))
-
-        def ended():
-            nonlocal received, bad
-            if not received:
-                _, received, bad = self.worker.finished()
-            return received
-
-        assert wait_for(ended, 10, "the load ends") == {"r"}
-        return bad
-
-
-NAMES = [bytes([n]) * 32 for n in range(1, 11)]
-
-
 @pytest.fixture(params=["lent", "staging"])
 def rank(fake, request):
     r = Rank(fake, mode=request.param, staging_bytes=1 << 20)
@@ -479,7 +342,7 @@ def test_an_answer_out_of_range_ends_the_load(fake):
 
 
 def test_full_staging_buffer(fake):
-    rank = Rank(fake, mode="staging", staging_bytes=4 * LAYERS * PER_LAYER * 4)
+    rank = Rank(fake, mode="staging", staging_bytes=4 * BLOCK_BYTES)
     rank.store([1, 2, 3, 4, 5], NAMES[:5])
     assert rank.worker.take_stats().data == {"unstored_blocks:staging_full": 5}
     assert rank.worker.take_meta().ended == {1: 1}

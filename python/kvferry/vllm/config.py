@@ -15,7 +15,7 @@ class Config:
     descriptors: str = ""  # of the descriptor socket; descriptors.sock beside the other
     mode: Literal["lent", "staging"] = "lent"
     staging_bytes: int = 256 << 20  # of the staging buffer
-    direct: Literal["auto", "on", "off"] = "auto"  # lend blocks to be written by a peer's transfer; on: and say where the daemon does not do it
+    direct: Literal["auto", "on", "off"] = "auto"  # lend blocks that peers' transfers write; on: and say where the daemon does not
     model: str = ""  # name in the space, where the engine's would differ between nodes
     revision: str = ""  # or digest of the weights, where it cannot be found or takes too long to compute
     tenant: str = ""  # default tenant of this engine's requests

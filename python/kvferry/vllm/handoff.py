@@ -64,7 +64,9 @@ def read_peers(params: dict[str, Any]) -> tuple[list[str], str]:
     return given, "accepted"
 
 
-def transfer_ticket(transfer: Transfer, space_id: bytes, hashes: list[bytes], tokens: int, blocks_max: int) -> tuple[bytes, pb.Ticket | None, str]:
+def transfer_ticket(
+    transfer: Transfer, space_id: bytes, hashes: list[bytes], tokens: int, blocks_max: int
+) -> tuple[bytes, pb.Ticket | None, str]:
     """The ticket of a prompt that is being computed: the other engine makes the same blocks of it."""
     blocks = min(len(hashes), blocks_max or len(hashes))
     if blocks == 0:

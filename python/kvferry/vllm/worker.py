@@ -98,7 +98,9 @@ class Worker:
     def _attached(self, attachment: Attachment) -> None:
         """On the session's thread."""
         if self._config.direct == "on" and self._config.mode == "lent" and not attachment.direct:
-            self._log.warning("kvferry: blocks of other nodes come by way of the pool: the daemon has no watchdog, so it is lent nothing to write")
+            self._log.warning(
+                "kvferry: blocks of other nodes come by way of the pool: the daemon has no watchdog, so it is lent nothing to write"
+            )
         self._populate(attachment)
 
     def _told(self, attachment: Attachment, message: pb.SessionResponse) -> None:
