@@ -66,7 +66,7 @@ func (w *world) open() {
 		entries, fds = append(entries, 1), append(fds, f)
 		spec := session.RegionSpec{ID: 1, Kind: session.SharedHost, Bytes: blocksOfWorker * shardBytes, Blocks: blocksOfWorker}
 		for i := range uint64(planes) {
-			spec.Planes = append(spec.Planes, session.Plane{Base: i * blocksOfWorker * planeBytes, Stride: planeBytes, Bytes: planeBytes})
+			spec.Planes = append(spec.Planes, kvferry.Plane{Base: i * blocksOfWorker * planeBytes, Stride: planeBytes, Bytes: planeBytes})
 		}
 		h.Regions = []session.RegionSpec{spec}
 	}
@@ -424,10 +424,11 @@ func (w *world) readClaim() {
 		if st != handoff.Stored {
 			continue
 		}
-		b, err := g.Bytes(c.answer.Offsets[k], c.answer.ShardBytes)
+		parts, err := g.Append(nil, c.answer.Offsets[k], c.answer.ShardBytes)
 		if err != nil {
 			continue // a later claim of the same id has taken its place
 		}
+		b := parts[0]
 		if crcOf(b) == c.answer.CRC32C[k] {
 			if string(b) != string(content(kvferry.Hash(c.hashes[k*kvferry.HashSize:]), c.rank)) {
 				w.fatalf("claim was served wrong bytes")
