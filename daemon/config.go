@@ -32,6 +32,9 @@ type Config struct {
 	Copy    CopyConfig    `yaml:"copy"`
 	Offer   OfferConfig   `yaml:"offer"`
 	Drain   DrainConfig   `yaml:"drain"`
+
+	// Supervised: a watchdog kills this process when it is frozen or stuck. Set by cmd, which sees the environment.
+	Supervised bool `yaml:"-"`
 }
 
 // SocketsConfig says where engines and people find the daemon.
