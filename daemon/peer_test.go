@@ -120,7 +120,7 @@ func TestPeerFails(t *testing.T) {
 
 	p = newPrefill(t, cfg.Daemon, cfg)
 	frozen := offer(p)
-	if err := syscall.Kill(p.Pid(), syscall.SIGSTOP); err != nil {
+	if err := p.Freeze(); err != nil {
 		t.Fatal(err)
 	}
 	if r, took := fetch(frozen, 3000); r.Loaded != 0 || took > 4*time.Second {

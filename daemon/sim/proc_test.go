@@ -73,13 +73,14 @@ func (w *world) open() {
 	if p.s, err = w.sessions.Open(h, cred); err != nil {
 		w.fatalf("open session: %v", err)
 	}
-	poolFile, words, err := w.sessions.Attach(p.s.Token(), cred, entries, fds)
+	got, err := w.sessions.Attach(p.s.Token(), cred, entries, fds)
 	if err != nil {
 		w.fatalf("attach: %v", err)
 	}
-	p.pool = w.mmap(poolFile, len(w.pool.Bytes()), unix.PROT_READ)
-	p.words = w.mmap(words, session.WordsPerSession*64, unix.PROT_READ|unix.PROT_WRITE)
-	for _, f := range append(fds, words) {
+	p.pool = w.mmap(got.Files[0], len(w.pool.Bytes()), unix.PROT_READ)
+	p.words = w.mmap(got.Files[1], session.WordsPerSession*64, unix.PROT_READ|unix.PROT_WRITE)
+	got.Close()
+	for _, f := range fds {
 		_ = f.Close()
 	}
 	w.procs = append(w.procs, p)
@@ -353,7 +354,7 @@ func (w *world) match() {
 		return
 	}
 	blocks := chain(w.r)
-	r, err := p.s.Match(session.Match{RequestID: string(rune('a' + w.r.IntN(5))), Space: p.space, Hashes: tierstest.Pack(blocks), Lease: time.Duration(1+w.r.IntN(5000)) * time.Millisecond})
+	r, err := p.s.Match(w.t.Context(), session.Match{RequestID: string(rune('a' + w.r.IntN(5))), Space: p.space, Hashes: tierstest.Pack(blocks), Lease: time.Duration(1+w.r.IntN(5000)) * time.Millisecond})
 	if err != nil || r.Blocks > len(blocks) {
 		w.fatalf("match: %+v %v", r, err)
 	}
