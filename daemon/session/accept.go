@@ -148,7 +148,7 @@ func (o *operation) endWrite() {
 func (o *operation) destination(r Load, at []int) (*handoff.Destination, string) {
 	s := o.s
 	if !s.m.cfg.Direct {
-		return nil, "no watchdog ends this daemon when it freezes"
+		return nil, "no watchdog ends the claimer's daemon when it freezes"
 	}
 	if r.BlockIDs == nil {
 		return nil, "the decode worker lends no blocks"

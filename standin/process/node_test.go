@@ -3,7 +3,6 @@ package process
 import (
 	"fmt"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 )
