@@ -74,7 +74,7 @@ func (b *bench) oneBlock(ctx context.Context, c testCase) error {
 			worker *process.Worker
 			took   *[]time.Duration
 		}{{p.decode, &handoff}, {p.near, &near}} {
-			ticket, err := p.prefill.Offer(ctx, process.OfferArgs{RequestID: "bench", Hashes: hashes, Tokens: 512, LifetimeMs: 60_000})
+			ticket, err := p.prefill.Offer(ctx, standin.OfferRequest{RequestID: "bench", Hashes: hashes, Tokens: 512, LifetimeMs: 60_000})
 			if err != nil {
 				return err
 			}

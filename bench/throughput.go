@@ -110,7 +110,7 @@ func (r *rig) round(ctx context.Context, round int, m *measured, streams *stream
 	if err := r.limits(ctx, m.loads, true, round); err != nil {
 		return err
 	}
-	offer := process.OfferArgs{RequestID: "bench", Hashes: hashes, Tokens: uint32(len(hashes)), LifetimeMs: 60_000}
+	offer := standin.OfferRequest{RequestID: "bench", Hashes: hashes, Tokens: uint32(len(hashes)), LifetimeMs: 60_000}
 	ticket, err := r.prefill.Offer(ctx, offer)
 	if err != nil {
 		return err

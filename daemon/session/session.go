@@ -9,7 +9,6 @@ import (
 	"time"
 
 	"github.com/kvferry/kvferry"
-	"github.com/kvferry/kvferry/gpu"
 	"github.com/kvferry/kvferry/tiers"
 	"github.com/kvferry/kvferry/transport"
 )
@@ -47,6 +46,7 @@ type Session struct {
 	spaces     map[kvferry.SpaceID]tiers.SpaceRef // for a scheduler, the value is not used
 	order      []kvferry.SpaceID                  // of spaces, oldest first
 	retired    []tiers.SpaceRef                   // that are no longer in spaces, and not given back yet
+	table      *lent                              // of a scheduler: its block generations; nil: it has none
 	operations map[uint64]*operation
 	words      map[uint32]uint64 // word → operation
 	lastOp     uint64
@@ -60,10 +60,11 @@ type Session struct {
 
 // region is lent memory, mapped.
 type region struct {
-	spec    RegionSpec
-	mapping *gpu.Mapping
-	memory  transport.Memory
-	copier  transport.Copier // from here into the pool, resolved once
+	spec   RegionSpec
+	lent   *lent // for reading
+	target *lent // for writing into blocks that an Accept lends; nil: never
+	memory transport.Memory
+	copier transport.Copier // from here into the pool, resolved once
 }
 
 // Hello is what the process said of itself.
@@ -274,6 +275,7 @@ func (s *Session) Close(reason error) {
 	}
 	s.mu.Unlock()
 	s.m.remove(s)
+	s.m.unlend(s)
 	if s.expiry != nil {
 		s.expiry.Stop()
 	}
@@ -309,11 +311,11 @@ func (s *Session) reclaim() {
 	defer s.mu.Unlock()
 	for _, r := range s.regions {
 		_ = r.copier.Close()
-		if err := r.mapping.Close(); err != nil {
-			s.log.Error("unmap region", "region", r.spec.ID, "error", err)
-		}
+		r.lent.close()
+		r.target.close()
 	}
-	s.regions = nil
+	s.table.close()
+	s.regions, s.table = nil, nil
 	if s.hello.Role == Worker {
 		for _, ref := range s.spaces {
 			s.m.cfg.Ledger.ReleaseSpace(ref)

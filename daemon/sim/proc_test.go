@@ -66,20 +66,21 @@ func (w *world) open() {
 		entries, fds = append(entries, 1), append(fds, f)
 		spec := session.RegionSpec{ID: 1, Kind: session.SharedHost, Bytes: blocksOfWorker * shardBytes, Blocks: blocksOfWorker}
 		for i := range uint64(planes) {
-			spec.Planes = append(spec.Planes, session.Plane{Base: i * blocksOfWorker * planeBytes, Stride: planeBytes, Bytes: planeBytes})
+			spec.Planes = append(spec.Planes, kvferry.Plane{Base: i * blocksOfWorker * planeBytes, Stride: planeBytes, Bytes: planeBytes})
 		}
 		h.Regions = []session.RegionSpec{spec}
 	}
 	if p.s, err = w.sessions.Open(h, cred); err != nil {
 		w.fatalf("open session: %v", err)
 	}
-	poolFile, words, err := w.sessions.Attach(p.s.Token(), cred, entries, fds)
+	got, err := w.sessions.Attach(p.s.Token(), cred, entries, fds)
 	if err != nil {
 		w.fatalf("attach: %v", err)
 	}
-	p.pool = w.mmap(poolFile, len(w.pool.Bytes()), unix.PROT_READ)
-	p.words = w.mmap(words, session.WordsPerSession*64, unix.PROT_READ|unix.PROT_WRITE)
-	for _, f := range append(fds, words) {
+	p.pool = w.mmap(got.Files[0], len(w.pool.Bytes()), unix.PROT_READ)
+	p.words = w.mmap(got.Files[1], session.WordsPerSession*64, unix.PROT_READ|unix.PROT_WRITE)
+	got.Close()
+	for _, f := range fds {
 		_ = f.Close()
 	}
 	w.procs = append(w.procs, p)
@@ -353,7 +354,7 @@ func (w *world) match() {
 		return
 	}
 	blocks := chain(w.r)
-	r, err := p.s.Match(session.Match{RequestID: string(rune('a' + w.r.IntN(5))), Space: p.space, Hashes: tierstest.Pack(blocks), Lease: time.Duration(1+w.r.IntN(5000)) * time.Millisecond})
+	r, err := p.s.Match(w.t.Context(), session.Match{RequestID: string(rune('a' + w.r.IntN(5))), Space: p.space, Hashes: tierstest.Pack(blocks), Lease: time.Duration(1+w.r.IntN(5000)) * time.Millisecond})
 	if err != nil || r.Blocks > len(blocks) {
 		w.fatalf("match: %+v %v", r, err)
 	}
@@ -424,10 +425,11 @@ func (w *world) readClaim() {
 		if st != handoff.Stored {
 			continue
 		}
-		b, err := g.Bytes(c.answer.Offsets[k], c.answer.ShardBytes)
+		parts, err := g.Append(nil, c.answer.Offsets[k], c.answer.ShardBytes)
 		if err != nil {
 			continue // a later claim of the same id has taken its place
 		}
+		b := parts[0]
 		if crcOf(b) == c.answer.CRC32C[k] {
 			if string(b) != string(content(kvferry.Hash(c.hashes[k*kvferry.HashSize:]), c.rank)) {
 				w.fatalf("claim was served wrong bytes")

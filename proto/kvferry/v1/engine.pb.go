@@ -241,7 +241,7 @@ const (
 	BlockSource_BLOCK_SOURCE_POOL           BlockSource = 0 // in the pool: see LoadResult
 	BlockSource_BLOCK_SOURCE_LENT           BlockSource = 1 // in LoadResult.lent: offsets[i] is its block id there, generations[i] what its entry of the table must hold before and after the copy, header_offsets[i] 0
 	BlockSource_BLOCK_SOURCE_LENT_UNCHECKED BlockSource = 2 // the same, and crc32c[i] is not known
-	BlockSource_BLOCK_SOURCE_DELIVERED      BlockSource = 3 // in the block that Accept lent, checked: there is nothing to copy
+	BlockSource_BLOCK_SOURCE_DELIVERED      BlockSource = 3 // in the block that Accept lent, checked and quiet: there is nothing to copy
 )
 
 // Enum value maps for BlockSource.
