@@ -48,7 +48,7 @@ def read_transfer(params: dict[str, Any], decodes: bool) -> tuple[Transfer | Non
         return None, "absent"
     if not isinstance(given, dict):
         return None, "malformed"
-    name, secret, address = given.get("id"), given.get("secret"), given.get("address")
+    name, secret, address = given.get("id", ""), given.get("secret", ""), given.get("address", "")
     if not all(isinstance(t, str) and _HEX.fullmatch(t) for t in (name, secret)) or (decodes and not is_address(address)):
         return None, "malformed"
     return Transfer(bytes.fromhex(name), bytes.fromhex(secret), address if decodes else ""), "accepted"

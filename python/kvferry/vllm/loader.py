@@ -186,7 +186,7 @@ class Loader:
         n = len(message.status)
         indices = part.indices[message.first : message.first + n]
         sources = message.source or bytes(n)
-        ready = {_POOL: bytearray(n), _LENT: bytearray(n), _UNCHECKED: bytearray(n), _DELIVERED: bytearray(n)}
+        ready: dict[int, bytearray] = {_POOL: bytearray(n), _LENT: bytearray(n), _UNCHECKED: bytearray(n), _DELIVERED: bytearray(n)}
         for i, (index, status, source) in enumerate(zip(indices, message.status, sources)):
             if index not in part.unanswered:
                 continue
