@@ -17,9 +17,8 @@ class Proxy:
         self.log_path = directory / f"pd-proxy-{port}.log"
         engines = [*(f"--prefill={e}" for e in prefill), *(f"--decode={e}" for e in decode)]
         with open(self.log_path, "wb") as log:
-            self.process = subprocess.Popen(
-                [BIN / "pd-proxy", f"--listen=127.0.0.1:{port}", *engines, *arguments], stdout=log, stderr=log
-            )
+            command = [BIN / "pd-proxy", f"--listen=127.0.0.1:{port}", *engines, *arguments]
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             wait_for(self._up, 20, f"pd-proxy serves; see {self.log_path}")
         except BaseException:
