@@ -37,6 +37,7 @@ var allowed = map[string][]string{
 	"standin/process":         {"*"},
 	"transport/transporttest": {"", "transport", "csrc/copyshim"},
 	"cmd/kvferryd":            {"daemon", "daemon/watchdog"},
+	"examples/pd-proxy":       {},
 	"cmd/kvferry":             {"*"},
 	"cmd/kvferry-demo":        {"*"},
 	"bench":                   {"*"},

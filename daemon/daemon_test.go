@@ -59,7 +59,7 @@ func TestHandoffOverTCP(t *testing.T) {
 	s, m := a.attach(worker)
 	sched, _ := a.attach(scheduler)
 	hashes, parents := prompt(48, 3)
-	ticket, err := sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 48*16, LifetimeMs: 60_000}) // before the stores, as a scheduler does
+	ticket, err := sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 48 * 16, LifetimeMs: 60_000}) // before the stores, as a scheduler does
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -85,7 +85,7 @@ func TestHandoffOnOneNode(t *testing.T) {
 	sched, _ := a.attach(scheduler)
 	d, dm := a.attach(worker, func(c *standin.Config) { c.Instance = "decode" })
 	hashes, parents := prompt(48, 3)
-	ticket, err := sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 48*16, LifetimeMs: 60_000})
+	ticket, err := sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 48 * 16, LifetimeMs: 60_000})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -371,7 +371,7 @@ func TestHandoffOfTheRestKeepsTheChain(t *testing.T) {
 	store(t, s, m, 0, hashes, parents)
 	d, dm := b.attach(worker, func(c *standin.Config) { c.Instance = "decode" })
 	store(t, d, dm, 0, hashes[:5], parents[:5])
-	ticket, err := sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 12*16, LifetimeMs: 60_000})
+	ticket, err := sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 12 * 16, LifetimeMs: 60_000})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -446,7 +446,7 @@ func TestOfferOfWhatIsThere(t *testing.T) {
 	for name, n := range map[string]*node{"another node": b, "this node": a} {
 		d, dm := n.attach(worker, func(c *standin.Config) { c.Instance = "decode" })
 		store(t, d, dm, 0, hashes, parents)
-		ticket, err := sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 12*16, LifetimeMs: 60_000})
+		ticket, err := sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 12 * 16, LifetimeMs: 60_000})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -86,7 +86,7 @@ func TestPeerFails(t *testing.T) {
 		return r, time.Since(start)
 	}
 	offer := func(p *prefill) []byte {
-		ticket, err := p.sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 64*16, LifetimeMs: 60_000})
+		ticket, err := p.sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 64 * 16, LifetimeMs: 60_000})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -37,6 +38,20 @@ type supervised struct {
 	all   []string
 }
 
+// daemonIn is a small kvferryd with all its files in a directory.
+func daemonIn(t *testing.T, dir string, args ...string) *exec.Cmd {
+	t.Helper()
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command(self, append([]string{"--pool-size=34MiB", "--pool-slab=8MiB", "--pool-path", filepath.Join(dir, "pool"),
+		"--sockets-dir=" + filepath.Join(dir, "sockets"), "--peer-listen=127.0.0.1:0", "--data-listen=127.0.0.1:0", "--metrics-listen="}, args...)...)
+	// With the race detector a process lies a second in its exit, silent.
+	cmd.Env = append(os.Environ(), asDaemon+"=1", "GORACE=atexit_sleep_ms=0", "TMPDIR="+dir)
+	return cmd
+}
+
 func startSupervised(t *testing.T, args ...string) *supervised {
 	t.Helper()
 	shm, err := os.MkdirTemp("/dev/shm", "kvferry-test-")
@@ -48,15 +63,8 @@ func startSupervised(t *testing.T, args ...string) *supervised {
 	if err != nil {
 		t.Fatal(err)
 	}
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
 	s := &supervised{t: t, lines: bufio.NewScanner(r)}
-	s.cmd = exec.Command(self, append([]string{"--supervise", "--watchdog-timeout=1s", "--pool-size=34MiB", "--pool-slab=8MiB", "--pool-path", filepath.Join(shm, "pool"),
-		"--sockets-dir=" + filepath.Join(shm, "sockets"), "--peer-listen=127.0.0.1:0", "--data-listen=127.0.0.1:0", "--metrics-listen="}, args...)...)
-	// With the race detector a process lies a second in its exit, silent.
-	s.cmd.Env = append(os.Environ(), asDaemon+"=1", "GORACE=atexit_sleep_ms=0", "TMPDIR="+shm)
+	s.cmd = daemonIn(t, shm, append([]string{"--supervise", "--watchdog-timeout=1s"}, args...)...)
 	s.cmd.Stderr = w
 	if err := s.cmd.Start(); err != nil {
 		t.Fatal(err)
@@ -141,6 +149,69 @@ func TestErrorAtStart(t *testing.T) {
 	}
 	if n := strings.Count(strings.Join(s.all, "\n"), "kvferryd: peer.listen:"); n != 1 {
 		t.Errorf("said %d times:\n%s", n, strings.Join(s.all, "\n"))
+	}
+}
+
+// The daemon without --supervise under somebody else's watchdog, such as systemd.
+func TestNotifies(t *testing.T) {
+	shm, err := os.MkdirTemp("/dev/shm", "kvferry-test-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(shm) })
+	path := filepath.Join(shm, "notify")
+	socket, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: path, Net: "unixgram"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer socket.Close()
+	var out bytes.Buffer
+	cmd := daemonIn(t, shm)
+	cmd.Env = append(cmd.Env, "NOTIFY_SOCKET="+path, "WATCHDOG_USEC=90000")
+	cmd.Stderr = &out
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = cmd.Process.Kill() }()
+	wait := func(want string) {
+		t.Helper()
+		b := make([]byte, 100)
+		for {
+			n, err := socket.Read(b)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got := string(b[:n]); got == want {
+				return
+			} else if got != "WATCHDOG=1" {
+				t.Errorf("%q before %q", got, want)
+			}
+		}
+	}
+	wait("WATCHDOG=1")
+	wait("READY=1")
+	wait("WATCHDOG=1")
+	if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	wait("STOPPING=1")
+	if err := cmd.Wait(); err != nil {
+		t.Errorf("%v:\n%s", err, out.String())
+	}
+}
+
+func TestWrongWatchdog(t *testing.T) {
+	for env, want := range map[string]string{
+		"WATCHDOG_USEC=x":       "kvferryd: WATCHDOG_USEC: ",
+		"WATCHDOG_USEC=3000000": "kvferryd: NOTIFY_SOCKET: must be set",
+		"WATCHDOG_USEC=3000000 NOTIFY_SOCKET=/nowhere/notify": "kvferryd: NOTIFY_SOCKET: dial",
+	} {
+		cmd := daemonIn(t, t.TempDir())
+		cmd.Env = append(cmd.Env, strings.Fields(env)...)
+		out, err := cmd.CombinedOutput()
+		if err == nil || !strings.HasPrefix(string(out), want) {
+			t.Errorf("%s: %v, %s", env, err, out)
+		}
 	}
 }
 

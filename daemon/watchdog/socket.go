@@ -23,8 +23,12 @@ type socket struct {
 	dir, path string
 	conn      *net.UnixConn
 	messages  chan message
+	settled   chan struct{}
 	closed    chan struct{}
 }
+
+// mark is what this process sends itself.
+const mark = "MARK"
 
 // listen makes a socket in a new directory that only this user may enter: a stranger could fill the queue, and no beat would come through.
 func listen(dir string) (*socket, error) {
@@ -32,7 +36,7 @@ func listen(dir string) (*socket, error) {
 	if err != nil {
 		return nil, fmt.Errorf("make socket: %w", err)
 	}
-	s := &socket{dir: dir, path: filepath.Join(dir, "notify"), messages: make(chan message), closed: make(chan struct{})}
+	s := &socket{dir: dir, path: filepath.Join(dir, "notify"), messages: make(chan message), settled: make(chan struct{}), closed: make(chan struct{})}
 	if s.conn, err = net.ListenUnixgram("unixgram", &net.UnixAddr{Name: s.path, Net: "unixgram"}); err != nil {
 		_ = os.RemoveAll(dir)
 		return nil, fmt.Errorf("make socket: %w", err)
@@ -73,11 +77,35 @@ func (s *socket) receive() {
 		if !ok {
 			continue
 		}
+		m := message{pid, string(b[:n])}
+		if m.text == mark && int(pid) == os.Getpid() {
+			select {
+			case s.settled <- struct{}{}:
+			case <-s.closed:
+			}
+			continue
+		}
 		select {
-		case s.messages <- message{pid, string(b[:n])}:
+		case s.messages <- m:
 		case <-s.closed:
 			return
 		}
+	}
+}
+
+// settle returns when all that was sent before is taken from messages. Only one call at a time.
+func (s *socket) settle() {
+	c, err := net.DialUnix("unixgram", nil, &net.UnixAddr{Name: s.path, Net: "unixgram"})
+	if err != nil {
+		return
+	}
+	defer c.Close()
+	if _, err := c.Write([]byte(mark)); err != nil {
+		return
+	}
+	select {
+	case <-s.settled:
+	case <-s.closed:
 	}
 }
 

@@ -118,6 +118,7 @@ func (s *supervisor) start(now time.Time) error {
 	s.child = cmd
 	go func() {
 		_ = cmd.Wait()
+		s.socket.settle() // its last words come before its end: whether it was ready decides what its end means
 		s.gone <- cmd.ProcessState
 	}()
 	s.watch.started(now)
