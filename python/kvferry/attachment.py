@@ -60,7 +60,7 @@ class Operation:
         # The mapping outlives the session, and a lost attachment uses no word again.
         quiet = _native.load_u64(self._attachment.words, self.word * wire.WORD_STRIDE + wire.QUIET_OFFSET)
         daemon = self._attachment.daemon
-        return quiet == self.number or (daemon is not None and daemon.dead())
+        return quiet in (self.number, wire.ALL_QUIET) or (daemon is not None and daemon.dead())
 
     def revoke(self) -> bool:
         """Decides that this operation shall not commit; False if it was decided before. Never waits."""

@@ -9,6 +9,7 @@ HASH_BYTES = 32
 FREE, PENDING, COMMITTED, REVOKED, FAILED = range(5)
 WORD_STRIDE = 64
 QUIET_OFFSET = 16
+ALL_QUIET = (1 << 64) - 1
 OPERATION_MAX = (1 << 56) - 1
 
 # What a descriptor is, where it is not a region's id.

@@ -128,7 +128,7 @@ def watch_bytes(llm):
     from kvferry.vllm import loader as loader_module
 
     worker = connectors(llm)[1]._worker
-    start_store, copy = worker._start_store, loader_module.Loader._copy
+    start_store, loaded = worker._start_store, loader_module.Loader._loaded
 
     def noting(job):
         for i, block_id in enumerate(job.block_ids):
@@ -136,10 +136,9 @@ def watch_bytes(llm):
             _checks["stored"] += 1
         start_store(job)
 
-    def comparing(self, load, attachment, first, message):
-        before = set(load.missing)
-        copy(self, load, attachment, first, message)
-        for i in before - load.missing:
+    def comparing(self, load, indices, source):
+        loaded(self, load, indices, source)
+        for i in indices:
             name = load.job.hashes[32 * i : 32 * i + 32]
             _checks["loaded"] += 1
             if name not in _stored:
@@ -148,7 +147,7 @@ def watch_bytes(llm):
                 _checks["wrong"] += 1
 
     worker._start_store = noting
-    loader_module.Loader._copy = comparing
+    loader_module.Loader._loaded = comparing
 
 
 def checks(llm):

@@ -77,7 +77,7 @@ def test_the_word_tells_that_it_is_quiet(fake, direct):
 
 
 @pytest.mark.parametrize("answered", [True, False])
-@pytest.mark.parametrize("proof", ["word", "death"])
+@pytest.mark.parametrize("proof", ["word", "closed", "death"])
 def test_a_broken_stream_proves_nothing(fake, direct, answered, proof):
     fake.answer_loads = answered
     direct.begin_load([8, 9], NAMES[:2], ticket=TICKET)
@@ -90,6 +90,8 @@ def test_a_broken_stream_proves_nothing(fake, direct, answered, proof):
     assert _native.load_u64(session.words, word * wire.WORD_STRIDE) & 0xFF in (wire.REVOKED, wire.COMMITTED)
     if proof == "word":
         session.quiet(word, number)
+    elif proof == "closed":  # as it does for an operation that it never heard of
+        session.quiet(word, wire.ALL_QUIET)
     else:
         fake.die()
     assert direct.end_load() == (set() if answered else {8, 9})
