@@ -218,7 +218,7 @@ func (r *Registry) await(ctx context.Context, q ClaimRequest, o *offer, at []int
 		v.blocks = o.Blocks // none once it has ended
 		r.unlock()
 		if !tried && v.blocks.IDs != nil && q.ReadsLent {
-			v.lent, tried = r.lend(o, q.Rank, v.blocks.Region, shardBytes), true
+			v.lent, tried = r.lend(o, q.Rank, v.blocks, shardBytes), true
 		}
 		v.late = ended || (!comes.IsZero() && !comes.After(time.Now()))
 		var filled <-chan struct{}
@@ -249,11 +249,11 @@ func (r *Registry) await(ctx context.Context, q ClaimRequest, o *offer, at []int
 }
 
 // lend takes hold of a rank's memory for a claim; nil where it is not there.
-func (r *Registry) lend(o *offer, rank, region uint32, shardBytes uint64) *Lent {
+func (r *Registry) lend(o *offer, rank uint32, blocks LentBlocks, shardBytes uint64) *Lent {
 	if r.cfg.Lend == nil {
 		return nil
 	}
-	l, err := r.cfg.Lend(o.owner, o.Instance, rank, region)
+	l, err := r.cfg.Lend(o.owner, o.Instance, rank, blocks.Region, blocks.Offered)
 	if err == nil && l.ShardBytes != shardBytes {
 		l.Release()
 		err = fmt.Errorf("%w: shards of %d bytes, the space has %d", ErrMismatch, l.ShardBytes, shardBytes)
