@@ -155,7 +155,7 @@ def checks(llm):
 
 
 def fail_loads(llm, every):
-    """From now on every n-th block's load finds a wrong checksum."""
+    """From now on every n-th block's load out of the pool finds a wrong checksum."""
     count = 0
     load_blocks = _native.load_blocks
 
@@ -215,6 +215,36 @@ def free_blocks(llm):
     return llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
+def step_for(llm, seconds):
+    """Steps as an engine's own loop would, while it waits for what is under way."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        llm.llm_engine.step()
+        time.sleep(0.001)
+
+
+def refuse_stores(llm):
+    """From now on nothing comes into the pool."""
+    from kvferry.attachment import Refusal
+
+    def refuse(job):
+        raise Refusal("told")
+
+    connectors(llm)[1]._worker._start_store = refuse
+
+
+def let_holds_go(llm):
+    """As if all that is kept for offers had been kept long enough."""
+    for held in connectors(llm)[1]._worker._holds.values():
+        held.spill_at = 0
+
+
+def unended(llm):
+    """Requests that were aborted or have finished and keep their blocks, and loads that have not ended."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    return {"kept": len(scheduler.requests), "loads": len(connectors(llm)[0]._scheduler._loads)}
+
+
 def leftovers(llm):
     """What the connector still remembers of requests: must be nothing when they are gone."""
     drain(llm)
@@ -225,7 +255,8 @@ def leftovers(llm):
         "loads": len(s._loads),
         "reads": len(s._reads._unfinished),
         "stores": len(w._stores),
-        "holds": len(w._holds),
+        "holds": len(w._holds) + len(s._holds),
+        "unquiet": len(w._loader._loads),
     }
 
 
@@ -236,13 +267,15 @@ def hold_loads(llm):
     """Loads stop before they copy, until let_loads_go."""
     global _go
     _go = threading.Event()
-    load_blocks = _native.load_blocks
 
-    def held(*args):
-        assert _go.wait(60)
-        return load_blocks(*args)
+    def held(copy):
+        def wait(*args):
+            assert _go.wait(60)
+            return copy(*args)
 
-    _native.load_blocks = held
+        return wait
+
+    _native.load_blocks, _native.load_lent = held(_native.load_blocks), held(_native.load_lent)
 
 
 def let_loads_go(llm):

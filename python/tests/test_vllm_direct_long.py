@@ -1,0 +1,234 @@
+"""What can go wrong in the middle of a handoff out of or into the engines' own memory: scripts/test-vllm --long."""
+
+import os
+import signal
+import time
+
+import pytest
+from daemon import wait_for
+from engine import Engine
+from nodes import TwoNodes
+from prompts import prompts, tokens
+from test_vllm_direct import BLOCK, SMALL, Free, both, full, transfer
+from test_vllm_smoke import prefill
+
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
+
+STEP_S_MAX = 2.0
+
+
+def finish(engine: Engine) -> list[list[int]]:
+    """The tokens of the requests that were submitted; no step may have waited for anything."""
+    out = engine.run("run_out", timeout_s=90)
+    assert out["longest_step"] < STEP_S_MAX
+    return list(out["tokens"].values())
+
+
+def begin(engine: Engine, prompt: list[int], params: dict) -> None:
+    engine.run("submit", request_id="r", prompt=prompt, count=12, params=params)
+    engine.run("step_until_loading")
+
+
+@pytest.mark.parametrize("spilled", ["to the pool", "to nowhere"])
+def test_source_blocks_are_written_again_before_they_are_read(model, reference, daemon, tmp_path, spilled):
+    (prompt,) = prompts(50, count=1, length=500)
+    small = {**SMALL, "num_gpu_blocks_override": 40, "max_model_len": 1024}
+    with (
+        Engine(model, tmp_path, daemon, {"spill_ms": 300}, **small) as p,
+        Engine(model, tmp_path, daemon, **SMALL) as d,
+    ):
+        p.run("wait_attached")
+        d.run("wait_attached")
+        free = Free(p, d)
+        if spilled == "to nowhere":
+            p.run("refuse_stores")
+        params = prefill(p, prompt)
+        d.run("hold_loads")
+        begin(d, prompt, params)
+        d.run("step_for", seconds=0.3)
+        others = prompts(51, count=3, length=900)
+        assert tokens(p.generate(others)) == reference(others)
+        d.run("let_loads_go")
+        assert finish(d) == reference([prompt])
+        counted = d.run("metrics")
+        assert counted["asked_again_blocks:generation"] == full(prompt) // BLOCK
+        assert counted.get("source_blocks:lent", 0) == 0
+        if spilled == "to nowhere":
+            assert counted["unloaded_blocks:generation"] == full(prompt) // BLOCK
+        else:
+            assert counted["source_blocks:pool"] == full(prompt) // BLOCK
+        free.check()
+
+
+def test_holds_give_way_to_requests(model, daemon, tmp_path):
+    """Prompts are handed over faster than anybody takes them, in memory that has room for three."""
+    small = {**SMALL, "num_gpu_blocks_override": 60, "max_model_len": 1024, "max_num_seqs": 2}
+    with Engine(model, tmp_path, daemon, {"spill_ms": 60000, "spill_percent": 90}, **small) as p:
+        p.run("wait_attached")
+        free = Free(p)
+        began = time.monotonic()
+        for n in range(8):
+            prefill(p, prompts(52 + n, count=1, length=550)[0])
+        assert time.monotonic() - began < 30
+        counted = p.run("metrics")
+        assert counted["lent_prompts:pressure"] + counted.get("lent_prompts:share", 0) >= 5
+        p.run("let_holds_go")
+        free.check()
+
+
+@pytest.fixture
+def pair(model, tmp_path):
+    with (
+        TwoNodes(tmp_path, watchdog_s=2) as nodes,
+        Engine(model, tmp_path, nodes.a, **SMALL) as p,
+        Engine(model, tmp_path, nodes.b, **SMALL) as d,
+    ):
+        p.run("wait_attached")
+        d.run("wait_attached")
+        yield nodes, p, d, Free(d)
+
+
+def test_prefill_engine_killed_before_and_during_the_transfer(reference, pair):
+    nodes, p, d, free = pair
+    asked = prompts(60)
+    during, before = prefill(p, asked[0]), prefill(p, asked[1])
+    # In mid-transfer: its daemon takes the claim when it goes on, and finds nobody who lends.
+    nodes.a.freeze()
+    begin(d, asked[0], during)
+    p.close()
+    nodes.a.thaw()
+    assert finish(d) == reference([asked[0]])
+    assert tokens(d.generate([asked[1]], params=before)) == reference([asked[1]])
+    free.check()
+    wait_for(nodes.a.gone, 15, "nothing of the killed engine is left")
+
+
+def test_decode_engine_killed_in_mid_transfer(reference, pair):
+    nodes, p, d, _ = pair
+    (prompt,) = prompts(61, count=1)
+    held = Free(p)
+    params = prefill(p, prompt)
+    nodes.a.freeze()
+    begin(d, prompt, params)
+    d.close()
+    nodes.a.thaw()
+    wait_for(nodes.b.gone, 15, "nothing of the killed engine is left")
+    held.check()
+    assert tokens(p.generate([prompt])) == reference([prompt])
+
+
+def test_decode_daemon_frozen_in_mid_transfer(reference, pair):
+    """Its watchdog kills it; until then the engine's blocks are not its own, and it goes on with other requests."""
+    nodes, p, d, free = pair
+    asked = prompts(62)
+    params = prefill(p, asked[0])
+    nodes.a.freeze()
+    begin(d, asked[0], params)
+    nodes.b.freeze()
+    frozen = time.monotonic()
+    d.run("step_for", seconds=0.5)
+    assert d.run("unended")["loads"] == 1
+    assert finish(d) == reference([asked[0]])
+    assert 1 < time.monotonic() - frozen < 20
+    nodes.a.thaw()
+    d.run("wait_attached", timeout_s=30)
+    p.run("wait_attached", timeout_s=30)
+    assert tokens(d.generate([asked[1]], params=prefill(p, asked[1]))) == reference([asked[1]])
+    free.check()
+
+
+def test_aborted_in_mid_transfer(reference, pair):
+    nodes, p, d, free = pair
+    asked = prompts(63)
+    params = prefill(p, asked[0])
+    nodes.a.freeze()
+    begin(d, asked[0], params)
+    d.run("abort", request_id="r")
+    nodes.a.thaw()
+    finish(d)
+    assert tokens(d.generate([asked[1]], params=prefill(p, asked[1]))) == reference([asked[1]])
+    free.check()
+
+
+def test_legs_of_a_transfer_that_end_early(reference, pair):
+    nodes, p, d, free = pair
+    asked = prompts(64, count=4, length=1500)
+    held = Free(p)
+    # The prompt is aborted after two of its chunks.
+    first, second = transfer(nodes.a.address)
+    p.run("submit", request_id="p", prompt=asked[0], count=1, params=first)
+    p.run("step", times=2)
+    begin(d, asked[0], second)
+    p.run("abort", request_id="p")
+    p.run("step", times=1)
+    assert finish(d) == reference([asked[0]])
+    # The decode leg comes alone, and the prompt when nobody wants it any more.
+    first, second = transfer(nodes.a.address)
+    begin(d, asked[1], second)
+    d.run("abort", request_id="r")
+    finish(d)
+    assert len(tokens(p.generate([asked[1]], 1, params=first))) == 1
+    # As it should be.
+    assert [both(p, d, asked[2], nodes.a.address)["tokens"]] == reference([asked[2]])
+    p.run("step_for", seconds=6)  # nobody takes the second one
+    held.check()
+    free.check()
+
+
+def test_prefill_is_preempted(model, reference, tmp_path):
+    """Two prompts at once in memory that has not room for both."""
+    asked = prompts(65, count=2, length=700)
+    small = {**SMALL, "num_gpu_blocks_override": 40, "max_model_len": 1024, "max_num_seqs": 2}
+    with (
+        TwoNodes(tmp_path, watchdog_s=2) as nodes,
+        Engine(model, tmp_path, nodes.a, **small) as p,
+        Engine(model, tmp_path, nodes.b, **SMALL) as d,
+    ):
+        p.run("wait_attached")
+        d.run("wait_attached")
+        free = Free(p, d)
+        legs = [transfer(nodes.a.address) for _ in asked]
+        for n, (prompt, (first, _)) in enumerate(zip(asked, legs)):
+            p.run("submit", request_id=f"p{n}", prompt=prompt, count=1 if n else 200, params=first)
+        p.call("run_out")
+        for prompt, (_, second) in zip(asked, legs):
+            assert tokens(d.generate([prompt], params=second)) == reference([prompt])
+        p.answer()
+        free.check()
+
+
+def test_two_ranks_on_both_sides(model, tmp_path):
+    asked = prompts(66)
+    parallel = {
+        **SMALL,
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    }
+    with (
+        TwoNodes(tmp_path, watchdog_s=10) as nodes,
+        Engine(model, tmp_path, nodes.a, **parallel) as p,
+        Engine(model, tmp_path, nodes.b, **parallel) as d,
+    ):
+        wait_for(lambda: nodes.a.attached(workers=2) and nodes.b.attached(workers=2), 30, "all ranks are attached")
+        first = tokens(p.generate(asked[:1]))
+        for prompt in asked[:1]:
+            answer = d.generate([prompt], params=prefill(p, prompt))
+            assert tokens(answer) == first
+            assert answer[0]["cached"] == full(prompt)
+        answer = both(p, d, asked[1], nodes.a.address)
+        assert answer["cached"] == full(asked[1])
+        assert [answer["tokens"]] == tokens(p.generate([asked[1]]))
+
+
+def test_engine_that_is_stopped_lends_nothing_that_changes(model, reference, daemon, tmp_path):
+    """A prefill engine that stands still between two steps: what it lends is what it was."""
+    (prompt,) = prompts(67, count=1)
+    with Engine(model, tmp_path, daemon, **SMALL) as p, Engine(model, tmp_path, daemon, **SMALL) as d:
+        p.run("wait_attached")
+        d.run("wait_attached")
+        params = prefill(p, prompt)
+        os.kill(p.process.pid, signal.SIGSTOP)
+        answer = d.generate([prompt], params=params)
+        assert tokens(answer) == reference([prompt])
+        assert answer[0]["cached"] == full(prompt)
