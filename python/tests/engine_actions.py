@@ -233,6 +233,21 @@ def refuse_stores(llm):
     connectors(llm)[1]._worker._start_store = refuse
 
 
+def hand_over(llm, direct):
+    """From now on handoffs go out of and into the engine's own memory, or by way of the pools."""
+    from kvferry.vllm.handoff import REGION
+
+    scheduler, worker = (side for side in connectors(llm))
+    scheduler._scheduler._offers._table = scheduler._scheduler._table if direct else None
+    scheduler._scheduler._direct = direct
+    worker._worker._loader._lends = REGION if direct else 0
+
+
+def load_seconds(llm):
+    """Time that loads have taken since the start."""
+    return metrics(llm).get("load_seconds", 0.0)
+
+
 def let_holds_go(llm):
     """As if all that is kept for offers had been kept long enough."""
     for held in connectors(llm)[1]._worker._holds.values():

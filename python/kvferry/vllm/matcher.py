@@ -14,6 +14,8 @@ from kvferry.vllm.metrics import Tallies
 # What Match found is leased at least so long that a request which comes up later asks again.
 _FRESH_S = 30.0
 _YIELD_S = 0.0001
+# So long the daemon asks peers at most.
+_PEERS_WAIT_S = 0.05
 
 
 class Match:
@@ -63,7 +65,8 @@ class Matcher:
         now = time.monotonic()
         if match.waited_since is None:
             match.waited_since = now
-        if not self._silent and now - match.waited_since < self._config.match_wait_ms / 1000:
+        wait_s = self._config.match_wait_ms / 1000 + (_PEERS_WAIT_S if match.peers else 0)
+        if not self._silent and now - match.waited_since < wait_s:
             # An engine that only waits for this answer would hold the interpreter's lock against the thread that brings it.
             time.sleep(_YIELD_S)
             return None
