@@ -87,7 +87,8 @@ class Daemon:
         """Of the daemon itself, where it is supervised."""
         pid = self.process.pid
         if self.flags:
-            pid = int(pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+            of_threads = [p.read_text().split() for p in pathlib.Path(f"/proc/{pid}/task").glob("*/children")]
+            pid = int(next(children[0] for children in of_threads if children))
         return pid
 
     def freeze(self) -> None:

@@ -45,6 +45,14 @@ class TwoNodes:
             self._remove()
         return made
 
+    def limit(self, mbit: int) -> bool:
+        """Lets node a send no faster; 0 ends that. False where it cannot be done."""
+        device = f"va{os.getpid()}"
+        if not mbit:
+            return _ip("netns", "exec", self.names[0], "tc", "qdisc", "del", "dev", device, "root")
+        bucket = ("tbf", "rate", f"{mbit}mbit", "burst", "128kb", "latency", "50ms")
+        return _ip("netns", "exec", self.names[0], "tc", "qdisc", "add", "dev", device, "root", *bucket)
+
     def _remove(self) -> None:
         for name in self.names:
             _ip("netns", "del", name)  # and the link with it

@@ -9,7 +9,6 @@ import json
 import os
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -113,14 +112,6 @@ class Bench:
         }
 
 
-def limit(nodes: TwoNodes, mbit: int) -> None:
-    """Makes the link as slow as that towards the decode node."""
-    device = subprocess.run(["ip", "-n", nodes.names[0], "-o", "link"], capture_output=True, text=True, check=True).stdout
-    (name,) = [line.split(": ")[1].split("@")[0] for line in device.splitlines() if ": va" in line]
-    bucket = ["tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms"]
-    subprocess.run(["ip", "netns", "exec", nodes.names[0], "tc", "qdisc", "add", "dev", name, "root", *bucket], check=True)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=4000)
@@ -138,8 +129,8 @@ def main() -> int:
             Engine(model, directory, nodes.b, **shape) as d,
             Engine(model, directory, connector=None, **shape) as r,
         ):
-            if options.link_mbit:
-                limit(nodes, options.link_mbit)
+            if options.link_mbit and not nodes.limit(options.link_mbit):
+                parser.error("--link-mbit: the link between the nodes cannot be limited here")
             p.run("wait_attached")
             d.run("wait_attached")
             bench = Bench(nodes, p, d, r)
