@@ -243,9 +243,37 @@ def hand_over(llm, direct):
     worker._worker._loader._lends = REGION if direct else 0
 
 
+_load_seconds = 0.0
+
+
+def watch_loads(llm):
+    """From now on the time that loads take is added up: vLLM rounds it."""
+    tallies = connectors(llm)[1]._worker._loader._tallies
+    add = tallies.add
+
+    def noting(name, n=1, label=""):
+        global _load_seconds
+        if name == "load_seconds":
+            _load_seconds += n
+        add(name, n, label)
+
+    tallies.add = noting
+
+
 def load_seconds(llm):
-    """Time that loads have taken since the start."""
-    return metrics(llm).get("load_seconds", 0.0)
+    return _load_seconds
+
+
+def complete(llm, prompt, count, params=None):
+    """One request, stepped as an engine's own loop does: a millisecond between steps that have nothing to compute."""
+    submit(llm, "complete", prompt, count, params)
+    while llm.llm_engine.has_unfinished_requests():
+        outputs = llm.llm_engine.step()
+        for o in outputs:
+            if o.finished:
+                return {"tokens": list(o.outputs[0].token_ids), "cached": o.num_cached_tokens, "params": o.kv_transfer_params}
+        if not outputs:
+            time.sleep(0.001)
 
 
 def let_holds_go(llm):

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import subprocess
+import sys
 
 from daemon import Daemon
 
@@ -32,7 +33,7 @@ class TwoNodes:
         except BaseException:
             self.close()
             raise
-        print(f"nodes: {self.how}")
+        print(f"nodes: {self.how}", file=sys.stderr)
 
     def _make(self) -> bool:
         a, b = self.names
