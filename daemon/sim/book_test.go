@@ -1,0 +1,145 @@
+package sim
+
+import (
+	"bytes"
+	"cmp"
+	"fmt"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/daemon/handoff"
+)
+
+// book is what the simulation itself knows of offers and of claims that come from outside: plain maps beside the registries.
+type book struct {
+	mu     sync.Mutex
+	offers map[[16]byte]*bookOffer
+	claims map[[16]byte]*bookClaim // by key
+	names  map[bookName][16]byte   // of the claims that are alive, and of some that are not
+}
+
+type bookOffer struct {
+	handoff.Ticket
+	ranks   uint32
+	hashes  []byte
+	claimer string // the first instance that got it
+}
+
+// bookName is what a claim must be one by.
+type bookName struct {
+	epoch    kvferry.Epoch
+	offer    [16]byte
+	instance string
+	rank     uint32
+	id       uint64
+}
+
+func (n bookName) String() string {
+	return fmt.Sprintf("%x %s %d %d", n.offer[:4], n.instance, n.rank, n.id)
+}
+
+type bookClaim struct {
+	name  bookName
+	until time.Time
+	ended bool
+	lies  map[uint64][]byte // what must lie at an offset as long as it is read under this claim
+}
+
+func newBook() *book {
+	return &book{offers: map[[16]byte]*bookOffer{}, claims: map[[16]byte]*bookClaim{}, names: map[bookName][16]byte{}}
+}
+
+func nameOf(q handoff.ClaimRequest) bookName {
+	return bookName{q.Epoch, q.OfferID, q.Instance, q.Rank, q.ClaimID}
+}
+
+// claimed writes down an answer of a registry, and says what is wrong with it.
+func (b *book) claimed(d *daemon, q handoff.ClaimRequest, a handoff.ClaimAnswer) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	o := b.offers[q.OfferID]
+	switch {
+	case o == nil || o.Epoch != d.epoch || q.Epoch != d.epoch:
+		return fmt.Errorf("a claim of an offer of another epoch was granted")
+	case o.Secret != q.Secret || o.ranks != q.TP || o.Space != q.Space || !inOrder(q.Hashes, o.hashes):
+		return fmt.Errorf("a claim was granted that does not fit its offer")
+	case o.claimer != "" && o.claimer != q.Instance:
+		return fmt.Errorf("offer %x was granted to %s and to %s", o.OfferID[:4], o.claimer, q.Instance)
+	}
+	o.claimer = q.Instance
+	now, name := time.Now(), nameOf(q)
+	if old := b.claims[b.names[name]]; old != nil && !old.ended && old.until.After(now) && b.names[name] != a.Key {
+		return fmt.Errorf("claim %v was made twice", name)
+	}
+	c := &bookClaim{name: name, until: now.Add(a.Lease), lies: map[uint64][]byte{}}
+	for i, st := range a.Status {
+		if st != handoff.Stored {
+			continue
+		}
+		want := content(kvferry.Hash(q.Hashes[i*kvferry.HashSize:]), q.TP, q.Rank)
+		if string(d.memory.Bytes[a.Offsets[i]:][:a.ShardBytes]) != string(want) {
+			return fmt.Errorf("claim %v points at wrong bytes", name)
+		}
+		c.lies[a.Offsets[i]] = want
+	}
+	b.claims[a.Key], b.names[name] = c, a.Key
+	return nil
+}
+
+// inOrder tells whether some hashes are all in a longer list, in its order.
+func inOrder(some, all []byte) bool {
+	for len(some) > 0 && len(all) > 0 {
+		if bytes.Equal(some[:kvferry.HashSize], all[:kvferry.HashSize]) {
+			some = some[kvferry.HashSize:]
+		}
+		all = all[kvferry.HashSize:]
+	}
+	return len(some) == 0
+}
+
+// renewed: a claim was renewed or read under.
+func (b *book) renewed(key [16]byte) *bookClaim {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	c := b.claims[key]
+	if c != nil && !c.ended {
+		c.until = time.Now().Add(handoff.DefaultLimits.ClaimLease)
+	}
+	return c
+}
+
+func (b *book) ended(key [16]byte) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if c := b.claims[key]; c != nil {
+		c.ended = true
+	}
+}
+
+// alive is how many claims of an epoch have not ended.
+func (b *book) alive(epoch kvferry.Epoch) (n int) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for _, c := range b.claims {
+		if c.name.epoch == epoch && !c.ended && c.until.After(time.Now()) {
+			n++
+		}
+	}
+	return n
+}
+
+// name is what a claim's key stands for: keys are random, names are the seed's.
+func (b *book) name(key [16]byte) string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if c := b.claims[key]; c != nil {
+		return c.name.String()
+	}
+	return "nothing"
+}
+
+// sorted are a map's keys in their order: what a seed does must not hang on Go's.
+func sorted[K cmp.Ordered, V any](m map[K]V) []K { return slices.Sorted(maps.Keys(m)) }
