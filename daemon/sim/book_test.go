@@ -56,23 +56,25 @@ func nameOf(q handoff.ClaimRequest) bookName {
 	return bookName{q.Epoch, q.OfferID, q.Instance, q.Rank, q.ClaimID}
 }
 
-// claimed writes down an answer of a registry, and says what is wrong with it.
-func (b *book) claimed(d *daemon, q handoff.ClaimRequest, a handoff.ClaimAnswer) error {
+// claimed writes down an answer of a registry, and says whether it is one to a repeated claim and what is wrong with it.
+func (b *book) claimed(d *daemon, q handoff.ClaimRequest, a handoff.ClaimAnswer) (again bool, err error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	o := b.offers[q.OfferID]
 	switch {
 	case o == nil || o.Epoch != d.epoch || q.Epoch != d.epoch:
-		return fmt.Errorf("a claim of an offer of another epoch was granted")
+		return false, fmt.Errorf("a claim of an offer of another epoch was granted")
 	case o.Secret != q.Secret || o.ranks != q.TP || o.Space != q.Space || !inOrder(q.Hashes, o.hashes):
-		return fmt.Errorf("a claim was granted that does not fit its offer")
+		return false, fmt.Errorf("a claim was granted that does not fit its offer")
 	case o.claimer != "" && o.claimer != q.Instance:
-		return fmt.Errorf("offer %x was granted to %s and to %s", o.OfferID[:4], o.claimer, q.Instance)
+		return false, fmt.Errorf("offer %x was granted to %s and to %s", o.OfferID[:4], o.claimer, q.Instance)
 	}
 	o.claimer = q.Instance
 	now, name := time.Now(), nameOf(q)
-	if old := b.claims[b.names[name]]; old != nil && !old.ended && old.until.After(now) && b.names[name] != a.Key {
-		return fmt.Errorf("claim %v was made twice", name)
+	old := b.claims[b.names[name]]
+	again = old != nil && !old.ended && old.until.After(now)
+	if again && b.names[name] != a.Key {
+		return false, fmt.Errorf("claim %v was made twice", name)
 	}
 	c := &bookClaim{name: name, until: now.Add(a.Lease), lies: map[uint64][]byte{}}
 	for i, st := range a.Status {
@@ -81,12 +83,12 @@ func (b *book) claimed(d *daemon, q handoff.ClaimRequest, a handoff.ClaimAnswer)
 		}
 		want := content(kvferry.Hash(q.Hashes[i*kvferry.HashSize:]), q.TP, q.Rank)
 		if string(d.memory.Bytes[a.Offsets[i]:][:a.ShardBytes]) != string(want) {
-			return fmt.Errorf("claim %v points at wrong bytes", name)
+			return false, fmt.Errorf("claim %v points at wrong bytes", name)
 		}
 		c.lies[a.Offsets[i]] = want
 	}
 	b.claims[a.Key], b.names[name] = c, a.Key
-	return nil
+	return again, nil
 }
 
 // inOrder tells whether some hashes are all in a longer list, in its order.
@@ -106,7 +108,7 @@ func (b *book) renewed(key [16]byte) *bookClaim {
 	defer b.mu.Unlock()
 	c := b.claims[key]
 	if c != nil && !c.ended {
-		c.until = time.Now().Add(handoff.DefaultLimits.ClaimLease)
+		c.until = time.Now().Add(claimLease)
 	}
 	return c
 }

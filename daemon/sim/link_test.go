@@ -2,6 +2,7 @@ package sim
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"sync"
@@ -85,6 +86,8 @@ func (c *peerCopier) copy(ctx context.Context, batch []transport.Copy) error {
 	d := c.link.d
 	d.slots.begin(batch)
 	defer d.slots.end(batch)
+	d.node.w.net.count(1)
+	defer d.node.w.net.count(-1)
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	stop := context.AfterFunc(c.link.ctx, func() { cancel(context.Cause(c.link.ctx)) })
@@ -112,6 +115,7 @@ func (c *peerCopier) one(ctx context.Context, r *rand.Rand, one *transport.Copy)
 	}
 	grant, err := to.registry.Acquire(l.epoch, c.key)
 	if err != nil {
+		l.d.node.w.saw("reads refused", 1)
 		return fmt.Errorf("%w: %v", transport.ErrRefused, err)
 	}
 	defer grant.Release()
@@ -134,10 +138,14 @@ func (c *peerCopier) one(ctx context.Context, r *rand.Rand, one *transport.Copy)
 		if err := c.trouble(ctx, r); err != nil {
 			return err
 		}
-		if err := l.travel(ctx, net.delay(r)/8, l.to, l.d.node); err != nil {
+		if err := l.travel(ctx, net.delay(r)*time.Duration(net.now().pace)/8, l.to, l.d.node); err != nil {
+			if errors.Is(err, errDead) {
+				l.d.node.w.saw("crashes of who reads", 1)
+			}
 			return err
 		}
 		if to.ctx.Err() != nil {
+			l.d.node.w.saw("crashes of who is read", 1)
 			return fmt.Errorf("%w: connection reset", transport.ErrLink)
 		}
 		if string(from[:piece]) != string(want[:piece]) {

@@ -20,16 +20,21 @@ type network struct {
 	mu      sync.Mutex
 	weather weather
 	cut     [2][2]time.Time // until when nothing gets from one node to the other
+	copies  int             // that are running
 }
 
 // weather is how bad a seed's network is: so many of a thousand.
-type weather struct{ lost, resets, twice, slow, flips, breaks, hangs int }
+type weather struct {
+	lost, resets, twice, slow, flips, breaks, hangs int
+	pace                                            int // of the data, in pieces' delays
+}
 
 func newNetwork(w *world) *network {
 	n := &network{w: w}
 	if bad := w.r.IntN(4); bad > 0 { // else only what the steps do to it
-		n.weather = weather{lost: 15 * bad, resets: 10 * bad, twice: 60 * bad, slow: 8 * bad, flips: 4 * bad, breaks: 2 * bad, hangs: bad}
+		n.weather = weather{lost: 12 * bad, resets: 8 * bad, twice: 60 * bad, slow: 8 * bad, flips: 4 * bad, breaks: 2 * bad, hangs: 2 * bad}
 	}
+	n.weather.pace = 1 + w.r.IntN(16)
 	return n
 }
 
@@ -52,7 +57,21 @@ func (n *network) partition(r *rand.Rand) {
 func (n *network) heal() {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.weather, n.cut = weather{}, [2][2]time.Time{}
+	n.weather, n.cut = weather{pace: 1}, [2][2]time.Time{}
+}
+
+// count counts a copy that begins or ends.
+func (n *network) count(by int) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.copies += by
+}
+
+// busy tells whether data is on its way.
+func (n *network) busy() bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.copies > 0
 }
 
 // passes tells whether something gets from one node to another.
@@ -212,8 +231,12 @@ func (d *daemon) claim(ctx context.Context, q, meant handoff.ClaimRequest) (hand
 	a, err := d.registry.Claim(ctx, q)
 	switch {
 	case err == nil && d.ctx.Err() == nil:
-		if err := w.book.claimed(d, meant, a); err != nil {
+		again, err := w.book.claimed(d, meant, a)
+		if err != nil {
 			w.breaks("%s: %v", d.node.name, err)
+		}
+		if again {
+			w.saw("claims twice", 1)
 		}
 	case errors.Is(err, handoff.ErrTaken):
 		w.saw("refused: another instance", 1)

@@ -29,6 +29,9 @@ var (
 	errDead      = fmt.Errorf("%w: the daemon is dead", transport.ErrLink)
 )
 
+// claimLease is short, so that claims are renewed, or are not.
+const claimLease = 2 * time.Second
+
 // node is a machine: a pool's file, the processes of engines, and at most times a daemon.
 type node struct {
 	w       *world
@@ -78,9 +81,11 @@ func (n *node) start() {
 	d.ledger = tiers.New(d.slots, tiers.DefaultLimits)
 	d.ledger.Adopt(found)
 	log := slog.New(slog.DiscardHandler)
+	offers := handoff.DefaultLimits
+	offers.ClaimLease = claimLease
 	d.link = mover.NewLink("local", 2, 8)
 	d.registry = handoff.NewRegistry(handoff.Config{
-		Epoch: d.epoch, Ledger: d.ledger, Pool: d.memory, DataAddress: n.name + "/data", Limits: handoff.DefaultLimits, Counters: &d.counters, Log: log,
+		Epoch: d.epoch, Ledger: d.ledger, Pool: d.memory, DataAddress: n.name + "/data", Limits: offers, Counters: &d.counters, Log: log,
 		Owners: d.owner,
 	})
 	d.fetcher = handoff.NewFetcher(handoff.FetcherConfig{
@@ -149,7 +154,7 @@ func (n *node) crash() {
 		return
 	}
 	if d.slots.busy() {
-		n.w.saw("crashes in mid-transfer", 1)
+		n.w.saw("crashes in mid-copy", 1)
 	}
 	n.w.saw("crashes", 1)
 	if err := detach(d.memory.Bytes); err != nil {

@@ -31,7 +31,7 @@ type simOp struct {
 
 func (w *world) store(n *node) {
 	if p := w.pick(n, session.Worker); p != nil {
-		p.store(chain(w.r))
+		p.store(n.prompt())
 	}
 }
 
@@ -98,7 +98,7 @@ func (p *proc) load(blocks []tiers.Block, ticket *handoff.Ticket) *simOp {
 	}
 	o := &simOp{load: true, ticket: ticket, blocks: ids, hashes: blocks, answered: map[uint32]bool{}, daemon: p.node.daemon}
 	o.foreign = ticket != nil && ticket.Space != p.space
-	n, deadline := p.begin(o), p.w.apart(3*time.Second)
+	n, deadline := p.begin(o), p.w.apart([]time.Duration{500 * time.Millisecond, 3 * time.Second, 8 * time.Second}[p.w.r.IntN(3)])
 	p.tell(func(s *session.Session) {
 		o.deadline = time.Now().Add(deadline)
 		s.Load(session.Load{Deadline: deadline, Operation: n, Word: o.word, Space: p.space, RequestID: "r", Hashes: tierstest.Pack(blocks), Ticket: ticket})
@@ -146,10 +146,11 @@ func (p *proc) copyResult(o *simOp, r *session.LoadResult) {
 			if !o.ended {
 				w.fatalf("%s: a pinned block changed", p.name)
 			}
-			if o.daemon != p.node.daemon {
+			if o.daemon == p.node.daemon {
+				w.saw("stale loads", 1)
+			} else {
 				w.saw("stale after a restart", 1)
 			}
-			w.saw("stale loads", 1)
 			continue
 		}
 		if o.daemon != p.node.daemon && w.mutation != noGenerations {

@@ -35,7 +35,7 @@ func (w *world) prefill(n *node) {
 	if s == nil {
 		return
 	}
-	blocks, offerFirst := chain(w.r), w.r.IntN(2) == 0
+	blocks, offerFirst := n.prompt(), w.r.IntN(2) == 0
 	if offerFirst {
 		w.offer(s, blocks)
 	}
@@ -51,7 +51,7 @@ func (w *world) prefill(n *node) {
 
 // offer registers an offer and gives its ticket to the router.
 func (w *world) offer(s *proc, blocks []tiers.Block) {
-	o := session.Offer{Space: s.space, RequestID: "r", Hashes: tierstest.Pack(blocks), Tokens: 100, Lifetime: time.Duration(1+w.r.IntN(8)) * time.Second}
+	o := session.Offer{Space: s.space, RequestID: "r", Hashes: tierstest.Pack(blocks), Tokens: 100, Lifetime: time.Duration(2+w.r.IntN(9)) * time.Second}
 	for i := range o.ID {
 		o.ID[i], o.Secret[i] = byte(w.r.Uint32()), byte(w.r.Uint32())
 	}
@@ -90,7 +90,7 @@ func (w *world) deliver(n *node) {
 	if len(fit) == 0 {
 		return
 	}
-	t := fit[w.r.IntN(len(fit))]
+	t := fit[max(w.r.IntN(len(fit)), w.r.IntN(len(fit)))] // most are not very old
 	w.sawTicket(t)
 	for _, p := range n.workers(p.engine) {
 		if w.r.IntN(12) == 0 {

@@ -24,7 +24,7 @@ import (
 const (
 	blocksOfWorker = 48
 	planes         = 2
-	planeBytes     = 8192
+	planeBytes     = 16384
 	chains         = 24 // more than a pool holds
 	shardBytes     = planes * planeBytes
 )
@@ -41,6 +41,7 @@ type world struct {
 	net      *network
 	book     *book
 	router   router
+	armed    bool // a daemon crashes as soon as something is on its way between them
 	trace    []string
 	notes    []string // of this step
 
@@ -113,40 +114,48 @@ func (w *world) apart(t time.Duration) time.Duration {
 // step does one random thing, and lets time pass.
 func (w *world) step() {
 	node := w.nodes[w.r.IntN(2)]
+	if w.armed && w.net.busy() {
+		w.armed = false
+		node.crash()
+	}
 	switch n := w.r.IntN(1000); {
 	case n < 60:
 		w.openEngine(node)
-	case n < 180:
+	case n < 170:
 		w.prefill(node)
-	case n < 280:
+	case n < 270:
 		w.deliver(node)
-	case n < 340:
+	case n < 350:
 		w.store(node)
-	case n < 530:
-		node.releaseCopy(nil)
-	case n < 550:
+	case n < 590:
+		for range 1 + w.r.IntN(3) {
+			node.releaseCopy(nil)
+		}
+	case n < 610:
 		node.releaseCopy(errSimulated)
-	case n < 600:
-		w.revoke(node)
 	case n < 660:
+		w.revoke(node)
+	case n < 710:
 		w.load(node)
-	case n < 800:
+	case n < 870:
 		w.copyLoaded(node)
-	case n < 830:
+	case n < 900:
 		w.match(node)
-	case n < 850:
-		w.claim(node)
-	case n < 880:
-		w.readClaim()
-	case n < 895:
-		w.kill(node)
-	case n < 905:
-		w.net.partition(w.r)
 	case n < 915:
+		w.claim(node)
+	case n < 940:
+		w.readClaim()
+	case n < 955:
+		w.kill(node)
+	case n < 964:
+		w.net.partition(w.r)
+	case n < 972:
 		node.freeze()
-	case n < 919:
+	case n < 974:
 		node.crash()
-	case n < 921:
+	case n < 976:
+		w.armed = true
+	case n < 978:
 		node.restart()
 	}
 	w.pass(w.r)
@@ -266,6 +275,15 @@ func content(h kvferry.Hash, ranks, shard uint32) []byte {
 
 func chain(r *rand.Rand) []tiers.Block {
 	return tierstest.Chain(uint64(r.IntN(chains)), 1+r.IntN(16))
+}
+
+// prompt is a chain that this node computes: most of them are its own, so that the other one has to fetch them.
+func (n *node) prompt() []tiers.Block {
+	name := n.w.r.IntN(chains)
+	if n.w.r.IntN(8) > 0 {
+		name = name/2*2 + n.index
+	}
+	return tierstest.Chain(uint64(name), 1+n.w.r.IntN(16))
 }
 
 // unpack is tierstest.Pack the other way round, without the parents.
