@@ -5,8 +5,6 @@ import (
 	"os"
 	"slices"
 	"sync/atomic"
-	"testing/synctest"
-	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -148,7 +146,7 @@ func (p *proc) die(reason error) {
 	p.dead = true
 	if p.s != nil {
 		go p.s.Close(reason) // a real stream's handler does this
-		synctest.Wait()
+		p.w.apartFromNext()
 	}
 	p.unmap(&p.memory)
 	p.unmap(&p.words)
@@ -218,8 +216,7 @@ func (p *proc) tell(f func(s *session.Session)) {
 	s := p.s
 	do := func() {
 		s.Do(func() { f(s) })
-		time.Sleep(time.Microsecond) // no two at once
-		synctest.Wait()
+		p.w.apartFromNext()
 	}
 	if p.node.isFrozen() {
 		p.node.backlog = append(p.node.backlog, do)

@@ -5,6 +5,7 @@ import (
 	"context"
 	"slices"
 	"sync"
+	"testing/synctest"
 
 	"github.com/kvferry/kvferry"
 	"github.com/kvferry/kvferry/transport"
@@ -39,6 +40,20 @@ func (n *node) releaseCopy(err error) {
 	i := n.w.r.IntN(len(g.waiting))
 	g.waiting[i].release <- err
 	g.waiting = slices.Delete(g.waiting, i, i+1)
+}
+
+// drain lets all copies go on, one after the other, and those that come after them.
+func (n *node) drain() {
+	for n.daemon.gate.holds() {
+		n.releaseCopy(nil)
+		synctest.Wait()
+	}
+}
+
+func (g *gate) holds() bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return len(g.waiting) > 0
 }
 
 // openAll lets all copies go on, those to come too.

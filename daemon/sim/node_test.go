@@ -139,9 +139,14 @@ func (n *node) down() *daemon {
 
 // stop ends the daemon as a signal does: everything becomes quiet first.
 func (n *node) stop() {
-	d := n.down()
-	d.gate.openAll()
-	d.close()
+	for _, p := range n.procs {
+		if p.s != nil {
+			go p.s.Close(context.Canceled)
+			synctest.Wait()
+		}
+	}
+	n.drain()
+	n.down().close()
 	for _, p := range n.procs {
 		p.lost()
 	}

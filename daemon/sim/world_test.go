@@ -111,6 +111,13 @@ func (w *world) apart(t time.Duration) time.Duration {
 	return t + time.Duration(w.r.IntN(int(time.Millisecond)))
 }
 
+// apartFromNext lets everything that was just begun come to rest before the next thing begins, and no two of them have one time.
+func (w *world) apartFromNext() {
+	synctest.Wait()
+	time.Sleep(time.Microsecond)
+	synctest.Wait()
+}
+
 // step does one random thing, and lets time pass.
 func (w *world) step() {
 	node := w.nodes[w.r.IntN(2)]
@@ -130,6 +137,7 @@ func (w *world) step() {
 	case n < 590:
 		for range 1 + w.r.IntN(3) {
 			node.releaseCopy(nil)
+			w.apartFromNext()
 		}
 	case n < 610:
 		node.releaseCopy(errSimulated)
