@@ -25,7 +25,8 @@ type bookOffer struct {
 	handoff.Ticket
 	ranks   uint32
 	hashes  []byte
-	claimer string // the first instance that got it
+	claimer string          // the first instance that got it
+	ended   map[uint32]bool // ranks whose claims ended well
 }
 
 // bookName is what a claim must be one by.
@@ -113,12 +114,30 @@ func (b *book) renewed(key [16]byte) *bookClaim {
 	return c
 }
 
-func (b *book) ended(key [16]byte) {
+func (b *book) ended(key [16]byte, reason string) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if c := b.claims[key]; c != nil {
-		c.ended = true
+	c := b.claims[key]
+	if c == nil || c.ended || !c.until.After(time.Now()) {
+		return
 	}
+	c.ended = true
+	if reason == "" {
+		b.offers[c.name.offer].ended[c.name.rank] = true
+	}
+}
+
+// done tells whether every rank's claim of an offer has ended well, and none is alive.
+func (b *book) done(offer [16]byte) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for _, c := range b.claims {
+		if c.name.offer == offer && !c.ended {
+			return false
+		}
+	}
+	o := b.offers[offer]
+	return o != nil && len(o.ended) == int(o.ranks)
 }
 
 // alive is how many claims of an epoch have not ended.

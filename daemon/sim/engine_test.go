@@ -33,7 +33,9 @@ type proc struct {
 	number uint64
 	ops    map[uint64]*simOp
 	busy   map[uint32]bool // blocks that an operation uses
-	late   []*simOp        // loads that have ended, and whose answers a slow worker still holds
+	// matched are the requests for which a scheduler asked what is here, each of which may have a lease.
+	matched map[string]bool
+	late    []*simOp // loads that have ended, and whose answers a slow worker still holds
 }
 
 // enginesOfNode bounds what runs on one.
@@ -65,7 +67,7 @@ func (w *world) openEngine(n *node) {
 }
 
 func (w *world) newProc(n *node, engine string, role session.Role, rank, ranks uint32) *proc {
-	p := &proc{w: w, node: n, engine: engine, role: role, rank: rank, ranks: ranks, space: space(ranks).ID(), ops: map[uint64]*simOp{}, busy: map[uint32]bool{}}
+	p := &proc{w: w, node: n, engine: engine, role: role, rank: rank, ranks: ranks, space: space(ranks).ID(), ops: map[uint64]*simOp{}, busy: map[uint32]bool{}, matched: map[string]bool{}}
 	p.name = fmt.Sprintf("%s.%d", engine, rank)
 	if role == session.Scheduler {
 		p.name = engine + ".scheduler"

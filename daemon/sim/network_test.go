@@ -272,7 +272,7 @@ func (c *control) EndClaim(ctx context.Context, address string, epoch kvferry.Ep
 			return struct{}{}, handoff.ErrUnknown
 		}
 		to.registry.EndClaim(key, reason)
-		to.node.w.book.ended(key)
+		to.node.w.book.ended(key, reason)
 		return struct{}{}, nil
 	})
 	return err

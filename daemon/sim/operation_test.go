@@ -264,8 +264,9 @@ func (w *world) match(n *node) {
 	if p == nil || n.isFrozen() {
 		return
 	}
-	blocks := chain(w.r)
-	r, err := p.s.Match(session.Match{RequestID: string(rune('a' + w.r.IntN(5))), Space: p.space, Hashes: tierstest.Pack(blocks), Lease: time.Duration(1+w.r.IntN(5000)) * time.Millisecond})
+	blocks, request := chain(w.r), string(rune('a'+w.r.IntN(3)))
+	p.matched[request] = true
+	r, err := p.s.Match(session.Match{RequestID: request, Space: p.space, Hashes: tierstest.Pack(blocks), Lease: time.Duration(1+w.r.IntN(5000)) * time.Millisecond})
 	if err != nil || r.Blocks > len(blocks) {
 		w.fatalf("%s: match: %+v %v", p.name, r, err)
 	}

@@ -71,7 +71,7 @@ func (w *world) offer(s *proc, blocks []tiers.Block) {
 func (b *book) offer(t handoff.Ticket, ranks uint32, hashes []byte) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.offers[t.OfferID] = &bookOffer{Ticket: t, ranks: ranks, hashes: hashes}
+	b.offers[t.OfferID] = &bookOffer{Ticket: t, ranks: ranks, hashes: hashes, ended: map[uint32]bool{}}
 }
 
 // deliver has an engine of this node accept a ticket: most often one of the other node, and of its own tp.
@@ -193,7 +193,7 @@ func (w *world) readClaim() {
 	g.Release()
 	if w.r.IntN(2) == 0 {
 		d.registry.EndClaim(c.answer.Key, "")
-		w.book.ended(c.answer.Key)
+		w.book.ended(c.answer.Key, "")
 		forget()
 	}
 }

@@ -22,10 +22,10 @@ import (
 )
 
 const (
-	blocksOfWorker = 48
+	blocksOfWorker = 40
 	planes         = 2
-	planeBytes     = 16384
-	chains         = 24 // more than a pool holds
+	planeBytes     = 32768
+	chains         = 20 // some 1000 shards, where a pool has slots for 62
 	shardBytes     = planes * planeBytes
 )
 
