@@ -20,8 +20,8 @@ help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 .PHONY: build
-build: setup ## build bin/kvferryd, bin/kvferry and the demo
-	$(GO) build -trimpath -ldflags '$(LDFLAGS)' -o bin/ ./cmd/...
+build: setup ## build bin/kvferryd, bin/kvferry, the demo and the reference proxy
+	$(GO) build -trimpath -ldflags '$(LDFLAGS)' -o bin/ ./cmd/... ./examples/...
 
 .PHONY: setup
 setup: ## install what building and testing need (compiler, Python venv), if it is missing

@@ -70,6 +70,14 @@ type Segment struct {
 	Length uint64
 }
 
+// Plane places one layer of every block of a region: block b has its bytes at Base + b*Stride. A shard is a block's planes in order.
+type Plane struct{ Base, Stride, Bytes uint64 }
+
+// Segment is where the plane of a block lies.
+func (p Plane) Segment(region RegionID, block uint32) Segment {
+	return Segment{Region: region, Offset: p.Base + uint64(block)*p.Stride, Length: p.Bytes}
+}
+
 // Class orders the transfers that wait for one link: a lower one goes first.
 type Class uint8
 

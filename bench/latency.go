@@ -46,11 +46,11 @@ func (b *bench) oneBlock(ctx context.Context, c testCase) error {
 			return err
 		}
 	}
-	var store, load, handoff, near []time.Duration
+	var store, load, direct, handoff, near []time.Duration
 	verified := true
 	for i := range singlesWarm + singles {
 		if i == singlesWarm {
-			store, load, handoff, near = nil, nil, nil, nil
+			store, load, direct, handoff, near = nil, nil, nil, nil, nil
 		}
 		at := i * (half/2 - 1) % half // far from the last one
 		block, target, what := blockRange(at, 1), blockRange(half+at, 1), content[at:at+1]
@@ -64,37 +64,43 @@ func (b *bench) oneBlock(ctx context.Context, c testCase) error {
 		}
 		store = append(store, s.Took)
 
-		took, ok, err := single(ctx, p.prefill, target, hashes, what, nil)
+		took, ok, err := single(ctx, p.prefill, target, hashes, what, nil, false)
 		if err != nil {
 			return err
 		}
 		load, verified = append(load, took), verified && ok
 
-		for _, to := range []struct {
-			worker *process.Worker
-			took   *[]time.Duration
-		}{{p.decode, &handoff}, {p.near, &near}} {
-			ticket, err := p.prefill.Offer(ctx, process.OfferArgs{RequestID: "bench", Hashes: hashes, Tokens: 512, LifetimeMs: 60_000})
+		for _, h := range []struct {
+			to           *process.Worker
+			lend, direct bool
+			took         *[]time.Duration
+		}{{p.decode, false, true, &direct}, {p.decode, false, false, &handoff}, {p.near, true, false, &near}} {
+			offer := standin.OfferRequest{RequestID: "bench", Hashes: hashes, Tokens: 512, LifetimeMs: 60_000}
+			if h.lend {
+				offer.Blocks = block
+			}
+			ticket, err := p.prefill.Offer(ctx, offer)
 			if err != nil {
 				return err
 			}
-			if took, ok, err = single(ctx, to.worker, target, hashes, what, ticket); err != nil {
+			if took, ok, err = single(ctx, h.to, target, hashes, what, ticket, h.direct); err != nil {
 				return err
 			}
-			*to.took, verified = append(*to.took, took), verified && ok
+			*h.took, verified = append(*h.took, took), verified && ok
 		}
 	}
 	note := fmt.Sprintf("the target; p50 of %d", singles)
 	b.latency("one_block_store_"+c.name, store, targetStore, note, verified)
 	b.latency("one_block_load_"+c.name, load, targetLoad, note, verified)
 	b.latency("one_block_handoff_local_"+c.name, near, targetNear, note, verified)
+	b.latency("one_block_handoff_direct_tcp_"+c.name, direct, targetHandoff, note, verified)
 	b.latency("one_block_handoff_tcp_"+c.name, handoff, targetHandoff, note, verified)
 	return nil
 }
 
 // single loads or accepts one block over something else, checks it, and scribbles over it for the next time.
-func single(ctx context.Context, w *process.Worker, block []uint32, hashes, content []kvferry.Hash, ticket []byte) (time.Duration, bool, error) {
-	r, err := w.Load(ctx, standin.LoadRequest{RequestID: "bench", Blocks: block, Hashes: hashes, Ticket: ticket, DeadlineMs: 10_000})
+func single(ctx context.Context, w *process.Worker, block []uint32, hashes, content []kvferry.Hash, ticket []byte, direct bool) (time.Duration, bool, error) {
+	r, err := w.Load(ctx, standin.LoadRequest{RequestID: "bench", Blocks: block, Hashes: hashes, Ticket: ticket, Direct: direct, DeadlineMs: 10_000})
 	if err != nil {
 		return 0, false, err
 	}

@@ -4,9 +4,12 @@
 // content of what was moved is compared, and only what succeeded counts. The memory that is moved is larger than the caches.
 //
 //	store_*, load_*    the fastest of {ordinary, non-temporal} x {1, 2 threads} memcpy with the same segments, without a checksum
-//	handoff_local_*    from Accept to the last byte in the memory of another worker on the same node; the limit is that of load_*
-//	handoff_tcp_*      from Accept on node b to the last byte in the decode worker's memory; the best of 1 to 4 plain TCP streams, memory to memory
-//	fetch_tcp_*        of the same, the part until all lies in node b's pool
+//	handoff_local_*    from Accept to the last byte in the memory of another worker on the same node, out of the prefill worker's memory; the limit is that of load_*
+//	handoff_pool_*     the same, out of the pool
+//	handoff_direct_tcp_*  from Accept on node b to the last byte in the decode worker's memory, straight from node a's pool; the best of 1 to 4 plain TCP streams, memory to memory
+//	handoff_lent_tcp_*    the same, out of the prefill worker's memory, of blocks that were never stored
+//	handoff_tcp_*         the same as the first, by way of node b's pool
+//	fetch_tcp_*           of that, the part until all lies in node b's pool
 //	one_block_*        p50 of one block alone; the limit is the target
 //	match_8192_*       p50 of a Match with 8,192 hits; the limit is the target
 //	peer_nixl_read_*   our handoff_local_* against NIXL on the same work; only with --nixl (make bench PEERS=1)
@@ -130,7 +133,8 @@ func (b *bench) all(ctx context.Context) error {
 	}
 	defer streams.close()
 	for _, c := range cases {
-		if !b.wanted("store_"+c.name, "load_"+c.name, "handoff_local_"+c.name, "handoff_tcp_"+c.name, "fetch_tcp_"+c.name) {
+		if !b.wanted("store_"+c.name, "load_"+c.name, "handoff_local_"+c.name, "handoff_pool_"+c.name, "handoff_direct_tcp_"+c.name, "handoff_lent_tcp_"+c.name, "handoff_tcp_"+c.name,
+			"fetch_tcp_"+c.name) {
 			continue
 		}
 		fmt.Fprintf(os.Stderr, "%s ...\n", c.name)
@@ -144,7 +148,8 @@ func (b *bench) all(ctx context.Context) error {
 		}
 	}
 	for _, c := range []testCase{cases[0], cases[2]} {
-		if b.wanted("one_block_store_"+c.name, "one_block_load_"+c.name, "one_block_handoff_local_"+c.name, "one_block_handoff_tcp_"+c.name) {
+		if b.wanted("one_block_store_"+c.name, "one_block_load_"+c.name, "one_block_handoff_local_"+c.name, "one_block_handoff_tcp_"+c.name,
+			"one_block_handoff_direct_tcp_"+c.name) {
 			fmt.Fprintf(os.Stderr, "one block of %s ...\n", c.name)
 			if err := b.oneBlock(ctx, c); err != nil {
 				return fmt.Errorf("one block of %s: %w", c.name, err)

@@ -38,7 +38,8 @@ func (b *bench) newPair(ctx context.Context, pool uint64, prefill, decode standi
 		to         **process.Node
 	}{{"a", here, nil, &p.a}, {"b", there, b.network, &p.b}} {
 		*n.to, err = process.StartNode(ctx, process.NodeConfig{Daemon: b.daemon, Name: "bench-" + n.name, Dir: filepath.Join(p.dir, n.name), PoolPath: p.poolPath(n.name),
-			PoolBytes: pool, SlabBytes: 64 << 20, Listen: n.host, Network: n.network})
+			PoolBytes: pool, SlabBytes: 64 << 20, Listen: n.host, Network: n.network,
+			Extra: "handoff: {direct: on}\n"}) // nothing freezes a benchmark's daemon
 		if err != nil {
 			return nil, err
 		}

@@ -35,8 +35,8 @@ const warmUp = 9
 
 // measured is what the rounds have given.
 type measured struct {
-	store, load, handoff, fetch, near []time.Duration
-	stores, loads, plain              variants
+	store, load, direct, lent, handoff, fetch, near, pooled []time.Duration
+	stores, loads, plain                                    variants
 }
 
 // rig is one case's set-up.
@@ -78,7 +78,10 @@ func (b *bench) throughput(ctx context.Context, c testCase, streams *streams) er
 	best, limit = m.loads.fastest()
 	b.speed("load_"+c.name, bytes, m.load, limit, "memcpy, "+best, ok)
 	b.speed("handoff_local_"+c.name, bytes, m.near, limit, "memcpy, "+best, ok)
+	b.speed("handoff_pool_"+c.name, bytes, m.pooled, limit, "memcpy, "+best, ok)
 	best, limit = m.plain.fastest()
+	b.speed("handoff_direct_tcp_"+c.name, bytes, m.direct, limit, "TCP, "+b.between+", "+best, ok)
+	b.speed("handoff_lent_tcp_"+c.name, bytes, m.lent, limit, "TCP, "+b.between+", "+best, ok)
 	b.speed("handoff_tcp_"+c.name, bytes, m.handoff, limit, "TCP, "+b.between+", "+best, ok)
 	b.speed("fetch_tcp_"+c.name, bytes, m.fetch, limit, "TCP, "+b.between+", "+best, ok)
 	if !ok {
@@ -102,7 +105,7 @@ func (r *rig) round(ctx context.Context, round int, m *measured, streams *stream
 	if err := r.limits(ctx, m.stores, false, round); err != nil {
 		return err
 	}
-	took, _, err := r.load(ctx, r.prefill, sources*r.blocks, round, at, hashes, nil)
+	took, _, err := r.load(ctx, r.prefill, sources*r.blocks, round, at, hashes, nil, false)
 	if err != nil {
 		return err
 	}
@@ -110,24 +113,43 @@ func (r *rig) round(ctx context.Context, round int, m *measured, streams *stream
 	if err := r.limits(ctx, m.loads, true, round); err != nil {
 		return err
 	}
-	offer := process.OfferArgs{RequestID: "bench", Hashes: hashes, Tokens: uint32(len(hashes)), LifetimeMs: 60_000}
-	ticket, err := r.prefill.Offer(ctx, offer)
-	if err != nil {
-		return err
+	return r.handoffs(ctx, round, at, hashes, m, streams)
+}
+
+// handoffs hands the window over in every way, each by an offer of its own. By way of node b's pool comes after the direct ones: from then on it has the blocks.
+func (r *rig) handoffs(ctx context.Context, round, at int, hashes []kvferry.Hash, m *measured, streams *streams) error {
+	unstored, _ := chain(r.blocks, uint64(round)+1<<20)
+	for _, h := range []struct {
+		to     *process.Worker
+		hashes []kvferry.Hash
+		lend   bool // the offer lends the prefill worker's blocks
+		direct bool
+		took   *[]time.Duration
+		inPool *[]time.Duration
+	}{
+		{r.decode, hashes, false, true, &m.direct, nil},
+		{r.decode, unstored, true, true, &m.lent, nil},
+		{r.decode, hashes, false, false, &m.handoff, &m.fetch},
+		{r.near, hashes, true, false, &m.near, nil},
+		{r.near, hashes, false, false, &m.pooled, nil},
+	} {
+		offer := standin.OfferRequest{RequestID: "bench", Hashes: h.hashes, Tokens: uint32(r.blocks), LifetimeMs: 60_000}
+		if h.lend {
+			offer.Blocks = blockRange(at, r.blocks)
+		}
+		ticket, err := r.prefill.Offer(ctx, offer)
+		if err != nil {
+			return err
+		}
+		took, inPool, err := r.load(ctx, h.to, 0, round, at, h.hashes, ticket, h.direct)
+		if err != nil {
+			return err
+		}
+		*h.took = append(*h.took, took)
+		if h.inPool != nil {
+			*h.inPool = append(*h.inPool, inPool)
+		}
 	}
-	took, inPool, err := r.load(ctx, r.decode, 0, round, at, hashes, ticket)
-	if err != nil {
-		return err
-	}
-	m.handoff, m.fetch = append(m.handoff, took), append(m.fetch, inPool)
-	// Another worker on the same node takes the same prompt, by an offer of its own.
-	if ticket, err = r.prefill.Offer(ctx, offer); err != nil {
-		return err
-	}
-	if took, _, err = r.load(ctx, r.near, 0, round, at, hashes, ticket); err != nil {
-		return err
-	}
-	m.near = append(m.near, took)
 	return streams.measure(m.plain, round)
 }
 
@@ -157,9 +179,9 @@ func (r *rig) take() int {
 }
 
 // load reads what was stored from source window at into the next target window of w, and checks it afterwards.
-func (r *rig) load(ctx context.Context, w *process.Worker, first, round, at int, hashes []kvferry.Hash, ticket []byte) (took, inPool time.Duration, err error) {
+func (r *rig) load(ctx context.Context, w *process.Worker, first, round, at int, hashes []kvferry.Hash, ticket []byte, direct bool) (took, inPool time.Duration, err error) {
 	target := blockRange(first+round%targets*r.blocks, r.blocks)
-	reply, err := w.Load(ctx, standin.LoadRequest{RequestID: "bench", Blocks: target, Hashes: hashes, Ticket: ticket, DeadlineMs: 30_000})
+	reply, err := w.Load(ctx, standin.LoadRequest{RequestID: "bench", Blocks: target, Hashes: hashes, Ticket: ticket, Direct: direct, DeadlineMs: 30_000})
 	if err != nil {
 		return 0, 0, err
 	}

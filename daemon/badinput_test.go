@@ -119,14 +119,14 @@ func TestBadOffersAndTickets(t *testing.T) {
 	n := newNode(t)
 	refused := make(chan *pb.Refused, 1)
 	sched, _ := n.attach(scheduler, func(c *standin.Config) { c.Refused = func(r *pb.Refused) { refused <- r } })
-	if _, err := sched.Offer("r", nil, 1, 0); err != nil {
+	if _, err := sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: nil, Tokens: 1, LifetimeMs: 0}); err != nil {
 		t.Fatal(err)
 	}
 	if r := <-refused; !strings.Contains(r.Field, "offer.hashes") {
 		t.Errorf("refused %v", r)
 	}
 	hashes, _ := prompt(3, 1)
-	if _, err := sched.Offer("r", hashes, 0, 0); err != nil {
+	if _, err := sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 0, LifetimeMs: 0}); err != nil {
 		t.Fatal(err)
 	}
 	if r := <-refused; r.Field != "offer.tokens" {

@@ -31,7 +31,11 @@ type Config struct {
 	Log     LogConfig     `yaml:"log"`
 	Copy    CopyConfig    `yaml:"copy"`
 	Offer   OfferConfig   `yaml:"offer"`
+	Handoff HandoffConfig `yaml:"handoff"`
 	Drain   DrainConfig   `yaml:"drain"`
+
+	// Supervised: a watchdog kills this process when it is frozen or stuck. Set by cmd, which sees the environment.
+	Supervised bool `yaml:"-"`
 }
 
 // SocketsConfig says where engines and people find the daemon.
@@ -82,6 +86,18 @@ type OfferConfig struct {
 	Lifetime Duration `yaml:"lifetime"`
 }
 
+// HandoffConfig is about what this node's engines receive.
+type HandoffConfig struct {
+	// Direct is whether blocks from other nodes are written straight into workers' memory: auto, on or off. It is safe only where something kills this process when it
+	// freezes; auto is on under a watchdog that it sees.
+	Direct string `yaml:"direct"`
+}
+
+// direct tells whether blocks are written into workers' memory.
+func (c *Config) direct() bool {
+	return c.Handoff.Direct == "on" || (c.Handoff.Direct == "auto" && c.Supervised)
+}
+
 // DrainConfig is about stopping.
 type DrainConfig struct {
 	Timeout Duration `yaml:"timeout"`
@@ -100,6 +116,7 @@ func DefaultConfig() Config {
 		Log:     LogConfig{Level: "info", Format: "text"},
 		Copy:    CopyConfig{Transfers: 2, Threads: 2, Queue: 1024},
 		Offer:   OfferConfig{Lifetime: Duration(2 * time.Minute)},
+		Handoff: HandoffConfig{Direct: "auto"},
 		Drain:   DrainConfig{Timeout: Duration(20 * time.Second)},
 	}
 }
@@ -195,6 +212,9 @@ func (c *Config) validateRest() error {
 	}
 	if c.Log.Format != "text" && c.Log.Format != "json" {
 		return fmt.Errorf("log.format: %q: must be text or json", c.Log.Format)
+	}
+	if d := c.Handoff.Direct; d != "auto" && d != "on" && d != "off" {
+		return fmt.Errorf("handoff.direct: %q: must be auto, on or off", d)
 	}
 	for _, n := range []struct {
 		key              string

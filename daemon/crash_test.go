@@ -110,7 +110,7 @@ func crashOne(t *testing.T, n *node, shape standin.Shape, name string, r *rand.R
 				return
 			}
 			_, _ = w.Match(ctx, process.MatchArgs{RequestID: "r", Hashes: hashes})
-			_, _ = w.Offer(ctx, process.OfferArgs{RequestID: "r", Hashes: hashes, Tokens: 512})
+			_, _ = w.Offer(ctx, standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 512})
 			if got, err := w.Load(ctx, standin.LoadRequest{RequestID: "r", Blocks: numbers(100, 32), Hashes: hashes}); err != nil {
 				return
 			} else if got.Report.Wrong > 0 {

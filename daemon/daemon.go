@@ -153,11 +153,17 @@ func (d *Daemon) makeParts() {
 	d.registry = handoff.NewRegistry(handoff.Config{
 		Epoch: d.epoch, Ledger: d.ledger, Pool: memory, DataAddress: d.dataAddress, Limits: handoff.DefaultLimits, Counters: &d.counters, Log: component("offers"),
 		Owners: func() tiers.Owner { return tiers.Owner(d.owners.Add(1)) },
+		Lend: func(scheduler tiers.Owner, instance string, rank, region uint32, offered time.Time) (*handoff.Lent, error) {
+			return d.sessions.Lend(scheduler, instance, rank, region, offered)
+		},
+		Served: func(instance string, rank uint32, offer [16]byte, reason string) {
+			d.sessions.Served(instance, rank, offer, reason)
+		},
 	})
 	d.peers = rpc.NewPeers()
 	allow, _ := parseAllow(d.cfg.Peer.Allow) // validated before
 	d.fetcher = handoff.NewFetcher(handoff.FetcherConfig{
-		Epoch: d.epoch, Ledger: d.ledger, Pool: memory, Registry: d.registry, Control: d.peers, Resolve: allow.resolve, Counters: &d.counters, Log: component("fetch"), Peers: 1024,
+		Epoch: d.epoch, Address: d.peerAddress, Ledger: d.ledger, Pool: memory, Registry: d.registry, Control: d.peers, Resolve: allow.resolve, Counters: &d.counters, Log: component("fetch"), Peers: 1024,
 		NewLink: func(address string, epoch kvferry.Epoch) handoff.PeerLink {
 			return tcp.NewLink(address, epoch, tcp.Options{})
 		},
@@ -166,7 +172,7 @@ func (d *Daemon) makeParts() {
 	limits.OfferLifetime = time.Duration(d.cfg.Offer.Lifetime)
 	d.sessions = session.New(session.Config{
 		Ledger: d.ledger, Pool: memory, PoolFile: d.pool.ReadOnly(), Local: d.local, Offers: d.registry, Fetcher: d.fetcher, Limits: limits,
-		Counters: &d.counters, Log: component("session"), Allowed: d.allowed,
+		Counters: &d.counters, Log: component("session"), Allowed: d.allowed, Direct: d.cfg.direct(),
 		NewCopier: func(dst, src transport.Memory) transport.Copier {
 			return transport.NewLocal(dst, src, d.cfg.Copy.Threads)
 		},
@@ -228,7 +234,7 @@ func (d *Daemon) serve(peerListener, dataListener net.Listener) error {
 	}
 	d.engineServer, d.adminServer, d.peerServer = rpc.NewLocalServer(d.allowed), rpc.NewLocalServer(d.allowed), rpc.NewPeerServer()
 	pb.RegisterEngineServer(d.engineServer, &rpc.Engine{
-		Sessions: d.sessions, Epoch: d.epoch, PoolBytes: uint64(len(d.pool.Bytes())), PeerAddress: d.peerAddress, Version: Version, Limits: session.DefaultLimits,
+		Sessions: d.sessions, Epoch: d.epoch, PoolBytes: uint64(len(d.pool.Bytes())), PeerAddress: d.peerAddress, Version: Version, Direct: d.cfg.direct(), Limits: session.DefaultLimits,
 	})
 	pb.RegisterAdminServer(d.adminServer, &rpc.Admin{
 		Node: d.cfg.Node, Epoch: d.epoch, Started: d.started, Build: Version, GoVersion: goVersion(), ConfigYAML: d.cfg.YAML(), Sessions: d.sessions, Ledger: d.ledger,

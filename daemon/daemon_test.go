@@ -59,7 +59,7 @@ func TestHandoffOverTCP(t *testing.T) {
 	s, m := a.attach(worker)
 	sched, _ := a.attach(scheduler)
 	hashes, parents := prompt(48, 3)
-	ticket, err := sched.Offer("r", hashes, 48*16, 60_000) // before the stores, as a scheduler does
+	ticket, err := sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 48 * 16, LifetimeMs: 60_000}) // before the stores, as a scheduler does
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -85,7 +85,7 @@ func TestHandoffOnOneNode(t *testing.T) {
 	sched, _ := a.attach(scheduler)
 	d, dm := a.attach(worker, func(c *standin.Config) { c.Instance = "decode" })
 	hashes, parents := prompt(48, 3)
-	ticket, err := sched.Offer("r", hashes, 48*16, 60_000)
+	ticket, err := sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 48 * 16, LifetimeMs: 60_000})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -105,7 +105,7 @@ func TestTickets(t *testing.T) {
 	hashes, parents := prompt(8, 3)
 	store(t, s, m, 0, hashes, parents)
 	offer := func(lifetimeMs uint32) *pb.Ticket {
-		raw, err := sched.Offer("r", hashes, 128, lifetimeMs)
+		raw, err := sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 128, LifetimeMs: lifetimeMs})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -222,7 +222,7 @@ func TestFlippedPayloadOverTCP(t *testing.T) {
 	hashes, parents := prompt(16, 1)
 	store(t, s, m, 0, hashes, parents)
 	a.pool.Bytes()[a.placeOf(s, hashes[5])+100] ^= 1
-	ticket, err := sched.Offer("r", hashes, 256, 0)
+	ticket, err := sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 256, LifetimeMs: 0})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -344,7 +344,7 @@ func TestSessionsOfDeadProcessesGo(t *testing.T) {
 	if _, err := sched.Match(ctx10(t), "r", hashes, 60_000); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := sched.Offer("r", hashes, 128, 60_000); err != nil {
+	if _, err := sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 128, LifetimeMs: 60_000}); err != nil {
 		t.Fatal(err)
 	}
 	eventually(t, "lease and offer", func() bool { return n.ledger.Stats().Leases == 2 })
@@ -371,7 +371,7 @@ func TestHandoffOfTheRestKeepsTheChain(t *testing.T) {
 	store(t, s, m, 0, hashes, parents)
 	d, dm := b.attach(worker, func(c *standin.Config) { c.Instance = "decode" })
 	store(t, d, dm, 0, hashes[:5], parents[:5])
-	ticket, err := sched.Offer("r", hashes, 12*16, 60_000)
+	ticket, err := sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 12 * 16, LifetimeMs: 60_000})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -398,7 +398,7 @@ func TestPeerAllow(t *testing.T) {
 	sched, _ := a.attach(scheduler)
 	hashes, parents := prompt(4, 3)
 	store(t, s, m, 0, hashes, parents)
-	ticket, err := sched.Offer("r", hashes, 64, 0)
+	ticket, err := sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 64, LifetimeMs: 0})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -446,7 +446,7 @@ func TestOfferOfWhatIsThere(t *testing.T) {
 	for name, n := range map[string]*node{"another node": b, "this node": a} {
 		d, dm := n.attach(worker, func(c *standin.Config) { c.Instance = "decode" })
 		store(t, d, dm, 0, hashes, parents)
-		ticket, err := sched.Offer("r", hashes, 12*16, 60_000)
+		ticket, err := sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 12 * 16, LifetimeMs: 60_000})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -480,7 +480,7 @@ func TestAcceptAnswersInParts(t *testing.T) {
 	hashes, parents := prompt(30, 3)
 	store(t, s, am, 0, hashes, parents)
 	store(t, d, bm, 0, hashes[10:14], parents[10:14])
-	ticket, err := sched.Offer("r", hashes, 480, 0)
+	ticket, err := sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 480, LifetimeMs: 0})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -196,3 +196,15 @@ func (n *node) nothingHeld() {
 		n.t.Fatal(err)
 	}
 }
+
+// nothingMoves waits until no claim, pin or filling slot is left.
+func (n *node) nothingMoves() {
+	n.t.Helper()
+	eventually(n.t, "everything is quiet", func() bool {
+		st := n.ledger.Stats()
+		return st.Pins == 0 && st.Filling == 0 && n.registry.ActiveClaims() == 0
+	})
+	if err := n.ledger.Check(); err != nil {
+		n.t.Fatal(err)
+	}
+}

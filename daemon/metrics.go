@@ -64,7 +64,7 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 	}
 }
 
-// serveMetrics serves /metrics, /healthz (the process answers) and /readyz (engines may attach).
+// serveMetrics serves /metrics, /healthz (the process answers and is not stuck) and /readyz (engines may attach).
 func (d *Daemon) serveMetrics() error {
 	if d.cfg.Metrics.Listen == "" {
 		return nil
@@ -77,7 +77,10 @@ func (d *Daemon) serveMetrics() error {
 	reg.MustRegister(collector{d}, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	mux := http.NewServeMux()
 	mux.Handle("/metrics", promhttp.HandlerFor(reg, promhttp.HandlerOpts{MaxRequestsInFlight: 4, Timeout: 10 * time.Second}))
-	mux.HandleFunc("/healthz", func(w http.ResponseWriter, _ *http.Request) { _, _ = fmt.Fprintln(w, "ok") })
+	mux.HandleFunc("/healthz", func(w http.ResponseWriter, _ *http.Request) {
+		d.Probe()
+		_, _ = fmt.Fprintln(w, "ok")
+	})
 	mux.HandleFunc("/readyz", func(w http.ResponseWriter, _ *http.Request) {
 		if d.draining.Load() > 0 {
 			http.Error(w, "draining", http.StatusServiceUnavailable)

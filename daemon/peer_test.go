@@ -86,7 +86,7 @@ func TestPeerFails(t *testing.T) {
 		return r, time.Since(start)
 	}
 	offer := func(p *prefill) []byte {
-		ticket, err := p.sched.Offer("r", hashes, 64*16, 60_000)
+		ticket, err := p.sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 64 * 16, LifetimeMs: 60_000})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -120,7 +120,7 @@ func TestPeerFails(t *testing.T) {
 
 	p = newPrefill(t, cfg.Daemon, cfg)
 	frozen := offer(p)
-	if err := syscall.Kill(p.Pid(), syscall.SIGSTOP); err != nil {
+	if err := p.Freeze(); err != nil {
 		t.Fatal(err)
 	}
 	if r, took := fetch(frozen, 3000); r.Loaded != 0 || took > 4*time.Second {

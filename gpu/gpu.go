@@ -18,14 +18,23 @@ var (
 	ErrDescriptor = errors.New("gpu: descriptor does not fit")
 )
 
-// Mapping is lent memory, mapped for reading.
+// Access is what a mapping is for.
+type Access int
+
+// The accesses.
+const (
+	Read      Access = unix.PROT_READ
+	ReadWrite Access = unix.PROT_READ | unix.PROT_WRITE
+)
+
+// Mapping is lent memory.
 type Mapping struct {
 	mem []byte
 }
 
-// OpenHost maps bytes of a memfd for reading. The file must be sealed against shrinking: else its owner could make the daemon fault by truncating it.
+// OpenHost maps bytes of a memfd. The file must be sealed against shrinking: else its owner could make the daemon fault by truncating it.
 // The descriptor stays the caller's.
-func OpenHost(fd *os.File, bytes uint64) (*Mapping, error) {
+func OpenHost(fd *os.File, bytes uint64, access Access) (*Mapping, error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(int(fd.Fd()), &st); err != nil {
 		return nil, fmt.Errorf("%w: %v", ErrDescriptor, err)
@@ -40,14 +49,23 @@ func OpenHost(fd *os.File, bytes uint64) (*Mapping, error) {
 	if seals&unix.F_SEAL_SHRINK == 0 {
 		return nil, fmt.Errorf("%w: not sealed with F_SEAL_SHRINK", ErrDescriptor)
 	}
-	mem, err := unix.Mmap(int(fd.Fd()), 0, int(bytes), unix.PROT_READ, unix.MAP_SHARED)
+	mem, err := unix.Mmap(int(fd.Fd()), 0, int(bytes), int(access), unix.MAP_SHARED)
 	if err != nil {
 		return nil, fmt.Errorf("map %d bytes: %w", bytes, err)
 	}
 	return &Mapping{mem: mem}, nil
 }
 
-// Bytes is the memory. It must not be written, and not be used after Close.
+// ReadOnly opens a memfd once more, to be handed to others, who may map it for reading.
+func ReadOnly(fd *os.File) (*os.File, error) {
+	f, err := os.OpenFile(fmt.Sprintf("/proc/self/fd/%d", fd.Fd()), os.O_RDONLY, 0)
+	if err != nil {
+		return nil, fmt.Errorf("open memory for reading: %w", err)
+	}
+	return f, nil
+}
+
+// Bytes is the memory. It must not be used after Close, and be written only where it was opened for that.
 func (m *Mapping) Bytes() []byte { return m.mem }
 
 // Close unmaps.

@@ -20,85 +20,106 @@ const (
 	entryPidfd        = 0xffffffff
 	entryPool         = 0xfffffffe
 	entryWords        = 0xfffffffd
+	entryGenerations  = 0xfffffffc
+	entryDaemon       = 0xfffffffb
+	entryLent         = 0xfffffffa
 	descriptorTimeout = 5 * time.Second
 )
 
-// exchange passes this process's pidfd and the regions' descriptors, and returns those of the pool and of the operation words.
-func exchange(ctx context.Context, path string, token []byte, regions map[uint32]*os.File) (pool, words *os.File, err error) {
+// files are what the daemon passes; what is not taken out is closed.
+type files struct{ pool, words, daemon, memory, table *os.File }
+
+func (f *files) close() {
+	for _, f := range []*os.File{f.pool, f.words, f.daemon, f.memory, f.table} {
+		if f != nil {
+			_ = f.Close()
+		}
+	}
+}
+
+func ownPidfd() (*os.File, error) {
+	fd, err := unix.PidfdOpen(os.Getpid(), 0)
+	if err != nil {
+		return nil, fmt.Errorf("open own pidfd: %w", err)
+	}
+	return os.NewFile(uintptr(fd), "pidfd"), nil
+}
+
+// exchange passes this process's pidfd, which may be nil, and the descriptors of its memory, and returns those that come back.
+func exchange(ctx context.Context, path string, token []byte, pidfd *os.File, regions map[uint32]*os.File) (*files, error) {
 	ctx, cancel := context.WithTimeout(ctx, descriptorTimeout)
 	defer cancel()
 	dialed, err := (&net.Dialer{}).DialContext(ctx, "unixpacket", path)
 	if err != nil {
-		return nil, nil, fmt.Errorf("dial descriptor socket: %w", err)
+		return nil, fmt.Errorf("dial descriptor socket: %w", err)
 	}
 	conn := dialed.(*net.UnixConn)
 	defer conn.Close()
 	deadline, _ := ctx.Deadline()
 	_ = conn.SetDeadline(deadline)
-	pidfd, err := unix.PidfdOpen(os.Getpid(), 0)
-	if err != nil {
-		return nil, nil, fmt.Errorf("open own pidfd: %w", err)
-	}
-	defer unix.Close(pidfd)
-
 	packet := make([]byte, descriptorPacket)
 	le := binary.LittleEndian
 	le.PutUint32(packet, descriptorMagic)
 	le.PutUint16(packet[4:], 1)
-	le.PutUint16(packet[6:], uint16(1+len(regions)))
 	copy(packet[8:24], token)
-	le.PutUint32(packet[24:], entryPidfd)
-	fds := []int{pidfd}
+	var fds []int
+	if pidfd != nil {
+		le.PutUint32(packet[24:], entryPidfd)
+		fds = append(fds, int(pidfd.Fd()))
+	}
 	for id, f := range regions {
 		le.PutUint32(packet[24+4*len(fds):], id)
 		fds = append(fds, int(f.Fd()))
 	}
-	if _, _, err := conn.WriteMsgUnix(packet, unix.UnixRights(fds...), nil); err != nil {
-		return nil, nil, fmt.Errorf("pass descriptors: %w", err)
+	le.PutUint16(packet[6:], uint16(len(fds)))
+	var rights []byte
+	if len(fds) > 0 {
+		rights = unix.UnixRights(fds...)
+	}
+	if _, _, err := conn.WriteMsgUnix(packet, rights, nil); err != nil {
+		return nil, fmt.Errorf("pass descriptors: %w", err)
 	}
 	return receive(conn)
 }
 
-func receive(conn *net.UnixConn) (pool, words *os.File, err error) {
+func receive(conn *net.UnixConn) (_ *files, err error) {
 	packet, control := make([]byte, descriptorPacket+descriptorText), make([]byte, unix.CmsgSpace(4*15))
 	n, nc, _, _, err := conn.ReadMsgUnix(packet, control)
 	if err != nil {
-		return nil, nil, fmt.Errorf("receive descriptors: %w", err)
+		return nil, fmt.Errorf("receive descriptors: %w", err)
 	}
-	files, err := filesOf(control[:nc])
+	came, err := filesOf(control[:nc])
 	defer func() {
 		if err != nil {
-			for _, f := range files {
+			for _, f := range came {
 				_ = f.Close()
 			}
 		}
 	}()
 	if err != nil {
-		return nil, nil, err
+		return nil, err
 	}
 	le := binary.LittleEndian
 	if n < descriptorPacket || le.Uint32(packet) != descriptorMagic {
-		return nil, nil, errors.New("receive descriptors: malformed answer")
+		return nil, errors.New("receive descriptors: malformed answer")
 	}
 	if code := le.Uint32(packet[8:]); code != 0 {
 		text := packet[descriptorPacket:n]
-		return nil, nil, fmt.Errorf("receive descriptors: refused with code %d: %s", code, text[:min(len(text), int(le.Uint16(packet[12:])))])
+		return nil, fmt.Errorf("receive descriptors: refused with code %d: %s", code, text[:min(len(text), int(le.Uint16(packet[12:])))])
 	}
-	if int(le.Uint16(packet[6:])) != len(files) {
-		return nil, nil, fmt.Errorf("receive descriptors: %d came", len(files))
+	if int(le.Uint16(packet[6:])) != len(came) {
+		return nil, fmt.Errorf("receive descriptors: %d came", len(came))
 	}
-	for i, f := range files {
-		switch le.Uint32(packet[24+4*i:]) {
-		case entryPool:
-			pool = f
-		case entryWords:
-			words = f
+	out := &files{}
+	to := map[uint32]**os.File{entryPool: &out.pool, entryWords: &out.words, entryDaemon: &out.daemon, entryLent: &out.memory, entryGenerations: &out.table}
+	for i, f := range came {
+		p := to[le.Uint32(packet[24+4*i:])]
+		if p == nil || *p != nil {
+			return nil, fmt.Errorf("receive descriptors: entry %#x", le.Uint32(packet[24+4*i:]))
 		}
+		*p = f
 	}
-	if pool == nil || words == nil || len(files) != 2 {
-		return nil, nil, errors.New("receive descriptors: want the pool and the words")
-	}
-	return pool, words, nil
+	return out, nil
 }
 
 func filesOf(control []byte) (files []*os.File, err error) {
@@ -119,9 +140,8 @@ func filesOf(control []byte) (files []*os.File, err error) {
 	return files, nil
 }
 
-// mapFile maps all of f and closes it.
+// mapFile maps all of f.
 func mapFile(f *os.File, protection int) ([]byte, error) {
-	defer f.Close()
 	info, err := f.Stat()
 	if err != nil {
 		return nil, err

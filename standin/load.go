@@ -19,6 +19,7 @@ type LoadRequest struct {
 	Blocks     []uint32
 	Hashes     []kvferry.Hash
 	Ticket     []byte // with it, this is an Accept
+	Direct     bool   // of an Accept: Blocks are lent to the daemon, to write into
 	DeadlineMs uint32
 }
 
@@ -26,8 +27,10 @@ type LoadRequest struct {
 type LoadReport struct {
 	Status []kvferryv1.BlockStatus // READY: it is in the memory, and was checked
 	Loaded int
-	Wrong  int           // whose generation or checksum did not hold: MISS in Status
-	InPool time.Duration // from the request to the last result: all blocks that can be had are in the pool
+	Wrong  int // whose generation or checksum did not hold: MISS in Status
+	// Of the loaded blocks, those copied from another worker's memory, and those that the daemon has written. The others were copied from the pool.
+	Lent, Delivered int
+	InPool          time.Duration // from the request to the last result: all blocks that can be had are in the pool
 }
 
 // Load reads blocks out of the pool into the memory. A block that is not READY in the report is to be computed; its memory may hold anything.
@@ -42,7 +45,11 @@ func (s *Session) Load(ctx context.Context, r LoadRequest) (*LoadReport, error) 
 		if r.Ticket == nil {
 			return &kvferryv1.SessionRequest{Message: &kvferryv1.SessionRequest_Load{Load: load}}
 		}
-		return &kvferryv1.SessionRequest{Message: &kvferryv1.SessionRequest_Accept{Accept: &kvferryv1.Accept{Load: load, Ticket: r.Ticket}}}
+		accept := &kvferryv1.Accept{Load: load, Ticket: r.Ticket}
+		if r.Direct {
+			accept.Region, accept.BlockIds = regionID, r.Blocks
+		}
+		return &kvferryv1.SessionRequest{Message: &kvferryv1.SessionRequest_Accept{Accept: accept}}
 	})
 	if err != nil {
 		return report, fmt.Errorf("load: %w", err)
@@ -51,6 +58,9 @@ func (s *Session) Load(ctx context.Context, r LoadRequest) (*LoadReport, error) 
 	release := &kvferryv1.Release{Operations: []uint64{o.number}, WrongBlocks: uint32(report.Wrong)}
 	if e := s.send(&kvferryv1.SessionRequest{Message: &kvferryv1.SessionRequest_Release{Release: release}}); err == nil {
 		err = e
+	}
+	if r.Direct && report.Delivered < len(r.Blocks) {
+		o.waitQuiet() // whatever came of it: nobody may write there any more
 	}
 	if err != nil {
 		return report, fmt.Errorf("load: %w", err)
@@ -101,14 +111,23 @@ func (s *Session) copyBlocks(ctx context.Context, r *kvferryv1.LoadResult, block
 	}
 	batch, at := make([]transport.Copy, 0, n), make([]int, 0, n)
 	planes := make([]kvferry.Segment, 0, n*(m.Planes+1))
-	miss := func(i int) {
-		report.Status[first+i] = kvferryv1.BlockStatus_BLOCK_STATUS_MISS
-		report.Wrong++
-	}
+	miss := func(i int) { report.miss(first + i) }
+	var lent []int
 	for i := range n {
 		report.Status[first+i] = kvferryv1.BlockStatus(r.Status[i])
 		if report.Status[first+i] != kvferryv1.BlockStatus_BLOCK_STATUS_READY {
 			continue
+		}
+		if len(r.Source) == n {
+			switch kvferryv1.BlockSource(r.Source[i]) {
+			case kvferryv1.BlockSource_BLOCK_SOURCE_DELIVERED:
+				report.Loaded++
+				report.Delivered++
+				continue
+			case kvferryv1.BlockSource_BLOCK_SOURCE_LENT, kvferryv1.BlockSource_BLOCK_SOURCE_LENT_UNCHECKED:
+				lent = append(lent, i)
+				continue
+			}
 		}
 		if !s.holds(r, i) || blocks[first+i] >= m.Blocks {
 			miss(i)
@@ -130,7 +149,13 @@ func (s *Session) copyBlocks(ctx context.Context, r *kvferryv1.LoadResult, block
 		}
 		report.Loaded++
 	}
-	return nil
+	return s.copyLent(ctx, r, blocks, lent, report)
+}
+
+// miss notes a block whose generation or checksum did not hold.
+func (r *LoadReport) miss(i int) {
+	r.Status[i] = kvferryv1.BlockStatus_BLOCK_STATUS_MISS
+	r.Wrong++
 }
 
 // holds tells whether slot i still has the generation that the daemon told.

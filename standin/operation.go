@@ -4,10 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"sync"
 	"sync/atomic"
 	"time"
 	"unsafe"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/kvferry/kvferry"
 	kvferryv1 "github.com/kvferry/kvferry/proto/kvferry/v1"
@@ -21,6 +24,7 @@ const (
 	wordPending   = 1
 	wordCommitted = 2
 	wordRevoked   = 3
+	quietOffset   = 16
 )
 
 // grace is how long after its deadline an operation that the daemon has not ended is given up.
@@ -118,6 +122,37 @@ func (o *Operation) Wait(ctx context.Context) (*kvferryv1.OperationEnd, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	return o.end, o.err
+}
+
+// waitQuiet returns when the daemon cannot write into the operation's blocks any more: it says so, or it is dead. Nothing else proves it.
+func (o *Operation) waitQuiet() {
+	const look = 5 * time.Millisecond // where the session is lost, nobody tells
+	for t := time.NewTicker(look); ; <-t.C {
+		select {
+		case <-o.ended:
+			o.mu.Lock()
+			told := o.end != nil
+			o.mu.Unlock()
+			if told {
+				return
+			}
+		default:
+		}
+		quiet := true // closed: then Close has waited
+		o.s.useWords(func() {
+			quiet = atomic.LoadUint64((*uint64)(unsafe.Pointer(&o.s.words[int(o.word)*wordBytes+quietOffset]))) == o.number || (o.s.daemon != nil && dead(o.s.daemon))
+		})
+		if quiet {
+			return
+		}
+	}
+}
+
+// dead tells whether the process of a pidfd is.
+func dead(pidfd *os.File) bool {
+	p := []unix.PollFd{{Fd: int32(pidfd.Fd()), Events: unix.POLLIN}}
+	n, err := unix.Poll(p, 0)
+	return err == nil && n == 1
 }
 
 func (o *Operation) signal() {

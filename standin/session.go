@@ -38,7 +38,9 @@ type Config struct {
 	Rank, Ranks uint32 // Ranks 0 is 1
 	Space       *kvferryv1.Space
 	Memory      *Memory                  // of a worker
+	Table       *Table                   // of a scheduler: with it, offers lend blocks
 	Kind        kvferryv1.RegionKind     // 0 is SHARED_HOST
+	Pooled      bool                     // a worker that neither reads lent memory nor lends blocks to be written
 	Refused     func(*kvferryv1.Refused) // called when the daemon refuses a message that has no operation; may be nil
 	ThreadsMax  int                      // that copy one Load; 0 is 2
 }
@@ -64,7 +66,12 @@ type Session struct {
 
 	mu         sync.Mutex
 	operations map[uint64]*Operation
-	free       []uint32     // words
+	free       []uint32            // words
+	served     map[[16]byte]string // offers that nobody reads any more, by reason
+	servedMore chan struct{}       // closed at the next one
+	lentMu     sync.Mutex          // guards lent; taken while copies is held
+	lent       map[uint64]*lentMemory
+	daemon     *os.File     // its pidfd; nil: it may not write here
 	copies     sync.RWMutex // read-held while the mappings are used; Close takes it to unmap
 	draining   atomic.Bool
 	background sync.WaitGroup
@@ -88,7 +95,8 @@ func Attach(ctx context.Context, c Config) (*Session, error) {
 		return nil, fmt.Errorf("attach: %w", err)
 	}
 	life, cancel := context.WithCancel(context.Background())
-	s := &Session{config: c, conn: conn, engine: kvferryv1.NewEngineClient(conn), cancel: cancel, done: make(chan struct{}), operations: map[uint64]*Operation{}}
+	s := &Session{config: c, conn: conn, engine: kvferryv1.NewEngineClient(conn), cancel: cancel, done: make(chan struct{}), operations: map[uint64]*Operation{},
+		served: map[[16]byte]string{}, servedMore: make(chan struct{})}
 	stop := context.AfterFunc(ctx, cancel)
 	err = s.attach(ctx, life)
 	if !stop() && err == nil {
@@ -128,7 +136,13 @@ func (s *Session) attach(ctx, life context.Context) (err error) {
 	files := map[uint32]*os.File{}
 	if m := s.config.Memory; m != nil {
 		hello.Regions = append(hello.Regions, m.Region(regionID, s.config.Kind))
+		hello.Regions[0].Writable = !s.config.Pooled && s.config.Kind == kvferryv1.RegionKind_REGION_KIND_SHARED_HOST
+		hello.ReadsLent = !s.config.Pooled
 		files[regionID] = m.file
+	}
+	if t := s.config.Table; t != nil {
+		hello.Generations = t.Blocks
+		files[entryGenerations] = t.file
 	}
 	if err := s.stream.Send(&kvferryv1.SessionRequest{Message: &kvferryv1.SessionRequest_Hello{Hello: hello}}); err != nil {
 		return s.streamErr(err)
@@ -144,18 +158,27 @@ func (s *Session) attach(ctx, life context.Context) (err error) {
 		return errors.New("welcome: space_id has a wrong length")
 	}
 	copy(s.Space[:], s.Welcome.SpaceId)
-	pool, words, err := exchange(ctx, s.config.SocketsDir+"/descriptors.sock", s.Welcome.Token, files)
+	pidfd, err := ownPidfd()
 	if err != nil {
 		return err
 	}
-	if s.pool, err = mapFile(pool, unix.PROT_READ); err != nil {
-		_ = words.Close()
+	defer pidfd.Close()
+	got, err := exchange(ctx, s.config.SocketsDir+"/descriptors.sock", s.Welcome.Token, pidfd, files)
+	if err != nil {
+		return err
+	}
+	defer got.close()
+	if got.pool == nil || got.words == nil {
+		return errors.New("descriptors: want the pool and the words")
+	}
+	s.daemon, got.daemon = got.daemon, nil
+	if s.pool, err = mapFile(got.pool, unix.PROT_READ); err != nil {
 		return fmt.Errorf("pool: %w", err)
 	}
 	if m := s.config.Memory; m != nil {
 		s.copier = transport.NewLocal(transport.Memory{ID: regionID, Bytes: m.Data}, transport.Memory{ID: poolID, Bytes: s.pool}, s.config.ThreadsMax)
 	}
-	if s.words, err = mapFile(words, unix.PROT_READ|unix.PROT_WRITE); err != nil {
+	if s.words, err = mapFile(got.words, unix.PROT_READ|unix.PROT_WRITE); err != nil {
 		return fmt.Errorf("words: %w", err)
 	}
 	if uint64(len(s.words)) < uint64(s.Welcome.Words)*wordBytes {
@@ -201,6 +224,10 @@ func (s *Session) receive() {
 			if s.config.Refused != nil {
 				s.config.Refused(m.Refused)
 			}
+		case *kvferryv1.SessionResponse_OfferServed:
+			s.offerServed(m.OfferServed)
+		case *kvferryv1.SessionResponse_LentGone:
+			s.lentGone(m.LentGone.Handle)
 		case *kvferryv1.SessionResponse_Draining:
 			s.draining.Store(true)
 		}
@@ -293,6 +320,16 @@ func (s *Session) unmap() {
 			_ = unix.Munmap(*b)
 			*b = nil
 		}
+	}
+	s.lentMu.Lock()
+	defer s.lentMu.Unlock()
+	for h, l := range s.lent {
+		delete(s.lent, h)
+		l.unmap()
+	}
+	if s.daemon != nil {
+		_ = s.daemon.Close()
+		s.daemon = nil
 	}
 	s.closed = true
 }

@@ -158,7 +158,7 @@ func TestHandoff(t *testing.T) {
 	decode, dm := attach(t, b, "decode", kvferryv1.Role_ROLE_WORKER)
 	hashes, parents := prompt(24, 9)
 	store(t, prefill, pm, 0, hashes, parents)
-	ticket, err := sched.Offer("r", hashes, 24*16, 10_000)
+	ticket, err := sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 24 * 16, LifetimeMs: 10_000})
 	if err != nil {
 		t.Fatal(err)
 	}

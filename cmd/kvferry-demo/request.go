@@ -89,7 +89,7 @@ func (s *stage) compute(ctx context.Context, w *process.Worker, p *prompt, block
 
 // handOver offers the prompt on node a and accepts it on node b. What does not come is computed there, as an engine does.
 func (s *stage) handOver(ctx context.Context, w *process.Worker, p *prompt, blocks []uint32) error {
-	ticket, err := w.Offer(ctx, process.OfferArgs{RequestID: p.id, Hashes: p.hashes, Tokens: p.tokens, LifetimeMs: 60_000})
+	ticket, err := w.Offer(ctx, standin.OfferRequest{RequestID: p.id, Hashes: p.hashes, Tokens: p.tokens, LifetimeMs: 60_000})
 	if err != nil {
 		return err
 	}

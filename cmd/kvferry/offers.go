@@ -34,13 +34,20 @@ func (a *app) offers() *cobra.Command {
 func offerOrder(state string) int { return slices.Index([]string{"open", "claimed", "ended"}, state) }
 
 func offersTable(w io.Writer, offers []*kvferryv1.OfferInfo) error {
-	rows := [][]string{{"OFFER", "REQUEST", "FROM", "STATE", "BLOCKS", "TOKENS", "AGE", "EXPIRES IN", "CLAIMED BY", "PATH", "REASON"}}
+	rows := [][]string{{"OFFER", "REQUEST", "FROM", "STATE", "BLOCKS", "LENT", "TOKENS", "AGE", "EXPIRES IN", "CLAIMED BY", "PATH", "REASON"}}
 	for _, o := range offers {
 		expires := "-"
 		if o.State != "ended" {
 			expires = millis(o.ExpiresInMs)
 		}
-		rows = append(rows, []string{shortID(o.OfferId), o.RequestId, o.Instance, o.State, fmt.Sprint(o.Blocks), fmt.Sprint(o.Tokens), millis(o.AgeMs), expires,
+		state, lent := o.State, "no"
+		if o.OpenEnded && state != "ended" {
+			state += ", computing"
+		}
+		if o.Lent {
+			lent = "yes"
+		}
+		rows = append(rows, []string{shortID(o.OfferId), o.RequestId, o.Instance, state, fmt.Sprint(o.Blocks), lent, fmt.Sprint(o.Tokens), millis(o.AgeMs), expires,
 			o.ClaimedBy, o.Path, o.Reason})
 	}
 	return table(w, rows)

@@ -10,21 +10,27 @@ import (
 	"os"
 	"os/signal"
 	"syscall"
+	"time"
 
 	"github.com/spf13/pflag"
 
 	"github.com/kvferry/kvferry/daemon"
+	"github.com/kvferry/kvferry/daemon/watchdog"
 )
 
 func main() {
 	if err := run(os.Args[1:], os.Stdout, os.Stderr); err != nil {
+		var exit watchdog.Exit
+		if errors.As(err, &exit) { // the child has said why
+			os.Exit(int(exit))
+		}
 		fmt.Fprintln(os.Stderr, "kvferryd:", err)
 		os.Exit(1)
 	}
 }
 
-func run(args []string, stdout, stderr io.Writer) error {
-	cfg, check, err := configure(args, stdout)
+func run(args []string, stdout, stderr *os.File) error {
+	cfg, child, check, err := configure(args, stdout)
 	if err != nil || check {
 		if errors.Is(err, pflag.ErrHelp) {
 			return nil
@@ -32,6 +38,14 @@ func run(args []string, stdout, stderr io.Writer) error {
 		return err
 	}
 	log := newLogger(cfg.Log, stderr)
+	if child != nil {
+		return supervise(*child, cfg, stdout, stderr, log)
+	}
+	beats, err := startHeartbeat(log)
+	if err != nil {
+		return err
+	}
+	cfg.Supervised = beats.watched()
 	_, _ = fmt.Fprintf(stderr, "# effective configuration\n%s", cfg.YAML())
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
@@ -40,24 +54,28 @@ func run(args []string, stdout, stderr io.Writer) error {
 		return err
 	}
 	defer d.Stop()
+	beats.ready(d.Probe)
 	select {
 	case err := <-d.Failed():
 		return err
 	case <-ctx.Done():
 	}
 	stop() // a second signal ends the process at once
+	beats.stopping()
 	log.Info("kvferryd drains", "timeout", cfg.Drain.Timeout)
 	d.Drain(context.Background())
 	return nil
 }
 
-// configure reads the file and the flags, which win. It answers true when there was only something to print.
-func configure(args []string, stdout io.Writer) (daemon.Config, bool, error) {
+// configure reads the file and the flags, which win. The child is nil where none is asked for. It answers true when there was only something to print.
+func configure(args []string, stdout io.Writer) (daemon.Config, *child, bool, error) {
 	f := pflag.NewFlagSet("kvferryd", pflag.ContinueOnError)
 	f.SetOutput(stdout)
 	file := f.String("config", "", "configuration file (YAML)")
 	check := f.Bool("check", false, "check the configuration, print the effective one, and exit")
 	version := f.Bool("version", false, "print the version and exit")
+	supervised := f.Bool("supervise", false, "run the daemon as a child, and kill and restart it when it is frozen or stuck")
+	timeout := f.Duration("watchdog-timeout", 3*time.Second, "with --supervise: so long the child may be silent")
 	node := f.String("node", "", "node: name of this node")
 	dir := f.String("sockets-dir", "", "sockets.dir: directory of the unix sockets")
 	poolPath := f.String("pool-path", "", "pool.path: file on tmpfs or hugetlbfs")
@@ -70,25 +88,28 @@ func configure(args []string, stdout io.Writer) (daemon.Config, bool, error) {
 	metrics := f.String("metrics-listen", "", "metrics.listen: host:port for /metrics, /healthz, /readyz")
 	level := f.String("log-level", "", "log.level: debug, info, warn, error")
 	if err := f.Parse(args); err != nil {
-		return daemon.Config{}, false, err
+		return daemon.Config{}, nil, false, err
 	}
 	if f.NArg() > 0 {
-		return daemon.Config{}, false, fmt.Errorf("unexpected argument %q", f.Arg(0))
+		return daemon.Config{}, nil, false, fmt.Errorf("unexpected argument %q", f.Arg(0))
 	}
 	if *version {
 		_, _ = fmt.Fprintln(stdout, "kvferryd", daemon.Version)
-		return daemon.Config{}, true, nil
+		return daemon.Config{}, nil, true, nil
+	}
+	process, err := childOf(f, *supervised, *timeout)
+	if err != nil {
+		return daemon.Config{}, nil, false, err
 	}
 	var text []byte
 	if *file != "" {
-		var err error
 		if text, err = os.ReadFile(*file); err != nil {
-			return daemon.Config{}, false, fmt.Errorf("--config: %w", err)
+			return daemon.Config{}, nil, false, fmt.Errorf("--config: %w", err)
 		}
 	}
 	cfg, err := daemon.ParseConfig(text)
 	if err != nil {
-		return daemon.Config{}, false, fmt.Errorf("--config %s: %w", *file, err)
+		return daemon.Config{}, nil, false, fmt.Errorf("--config %s: %w", *file, err)
 	}
 	for flag, to := range map[string]struct {
 		value string
@@ -108,17 +129,17 @@ func configure(args []string, stdout io.Writer) (daemon.Config, bool, error) {
 	}{"pool-size": {*poolSize, &cfg.Pool.Size}, "pool-slab": {*slab, &cfg.Pool.Slab}} {
 		if f.Changed(flag) {
 			if *to.key, err = daemon.ParseBytes(to.value); err != nil {
-				return daemon.Config{}, false, fmt.Errorf("--%s: %w", flag, err)
+				return daemon.Config{}, nil, false, fmt.Errorf("--%s: %w", flag, err)
 			}
 		}
 	}
 	if err := cfg.Validate(); err != nil {
-		return daemon.Config{}, false, err
+		return daemon.Config{}, nil, false, err
 	}
 	if *check {
 		_, _ = fmt.Fprint(stdout, cfg.YAML())
 	}
-	return cfg, *check, nil
+	return cfg, process, *check, nil
 }
 
 func newLogger(c daemon.LogConfig, w io.Writer) *slog.Logger {

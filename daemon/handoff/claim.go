@@ -10,8 +10,6 @@ import (
 
 	"github.com/kvferry/kvferry"
 	"github.com/kvferry/kvferry/tiers"
-	"github.com/kvferry/kvferry/transport"
-	"github.com/kvferry/kvferry/transport/tcp"
 )
 
 // ClaimStatus is the answer to a block of a claim. The numbers are those of the protocol.
@@ -22,11 +20,16 @@ const (
 	Stored  ClaimStatus = iota + 1
 	Pending             // its store was still running when the wait was over: ask again
 	Missing             // will not come
+	InLent              // in the memory of the worker that offers it; to be believed after Confirm, or a comparison of the generation
 )
+
+func (s ClaimStatus) String() string {
+	return [...]string{"none", "stored", "pending", "missing", "lent"}[min(int(s), 4)]
+}
 
 // ClaimRequest takes (a part of) an offer.
 type ClaimRequest struct {
-	Epoch    kvferry.Epoch
+	Epoch    kvferry.Epoch // zero: any, of an offer whose id the router chose
 	OfferID  [16]byte
 	Secret   [16]byte
 	Instance string // that decodes
@@ -35,20 +38,29 @@ type ClaimRequest struct {
 	Space    kvferry.SpaceID
 	Hashes   []byte
 	Wait     time.Duration
-	Path     string // how the blocks will go: for people
+	Lease    time.Duration // 0: the usual. Only of claims of this node, which nobody renews
+	Path     string        // how the blocks will go: for people
+	// ReadsLent: the claimer can read the memory of the worker that offers. PreferLent: rather than the pool.
+	ReadsLent, PreferLent bool
 }
 
-// ClaimAnswer says where the blocks lie, until the lease is over or the claim is ended. The lists run beside the hashes.
+// ClaimAnswer says where the blocks lie, until the lease is over or the claim is ended. The lists run beside the hashes. A zero Key: the offer is not known yet, all is pending.
 type ClaimAnswer struct {
 	Epoch       kvferry.Epoch
 	DataAddress string
 	Key         [16]byte
 	Status      []ClaimStatus
-	Offsets     []uint64
-	CRC32C      []uint32
-	Parents     []byte // packed; nil: not told
+	Offsets     []uint64 // in the data protocol
+	CRC32C      []uint32 // of what is stored
+	Parents     []byte   // packed; nil: not told
 	ShardBytes  uint64
 	Lease       time.Duration
+
+	// Of a claim of this node, where the status is InLent. What is stored too has its CRC32C.
+	Lent        *Lent // held by the claim
+	Blocks      []uint32
+	Generations []uint64
+	Checked     []bool // CRC32C is known
 }
 
 type claimKey struct {
@@ -63,26 +75,38 @@ type span struct{ offset, length uint64 }
 
 // claim is a peer's hold on blocks of an offer. Registry.mu guards what changes.
 type claim struct {
-	key    [16]byte
-	id     claimKey
-	offer  *offer
-	owner  tiers.Owner
-	until  time.Time
-	hold   tiers.HoldID
-	blocks []span // what is pinned, by offset
-	users  int    // requests of the data protocol that are being answered
-	ended  bool
+	key        [16]byte
+	id         claimKey
+	offer      *offer
+	owner      tiers.Owner
+	until      time.Time
+	hold       tiers.HoldID
+	blocks     []span            // what is pinned, by offset
+	lent       *Lent             // what InLent was answered for; nil: nothing
+	lentBlocks map[uint32]uint64 // the generations that they must have
+	users      int               // requests of the data protocol that are being answered
+	ended      bool
 }
 
-// Claim takes an offer. Asking again with the same claim id changes nothing but adds what has been stored since.
+// Claim takes an offer. Asking again with the same claim id changes nothing but adds what has been stored since. It waits while nothing of what is asked for can be read and
+// some of it may still come.
 func (r *Registry) Claim(ctx context.Context, q ClaimRequest) (ClaimAnswer, error) {
-	if q.Epoch != r.cfg.Epoch {
+	if q.Epoch != r.cfg.Epoch && q.Epoch != (kvferry.Epoch{}) {
 		return ClaimAnswer{}, fmt.Errorf("%w: claim.epoch: %v, this daemon's is %v", ErrUnknown, q.Epoch, r.cfg.Epoch)
 	}
 	deadline := time.Now().Add(q.Wait)
-	o, err := r.find(ctx, q, time.Now().Add(min(q.Wait, r.cfg.Limits.OfferWait)))
+	patience := min(q.Wait, r.cfg.Limits.OfferWait)
+	if q.Epoch == (kvferry.Epoch{}) {
+		patience = q.Wait // the router has sent both legs at once
+	}
+	o, at, err := r.find(ctx, q, time.Now().Add(patience))
 	if err != nil {
 		return ClaimAnswer{}, err
+	}
+	if o == nil {
+		n := len(q.Hashes) / kvferry.HashSize
+		return ClaimAnswer{Epoch: r.cfg.Epoch, DataAddress: r.cfg.DataAddress, Status: slices.Repeat([]ClaimStatus{Pending}, n), Offsets: make([]uint64, n),
+			CRC32C: make([]uint32, n), Lease: r.cfg.Limits.ClaimLease}, nil
 	}
 	ref, shape, ok := r.cfg.Ledger.FindSpace(q.Space)
 	if !ok {
@@ -92,33 +116,41 @@ func (r *Registry) Claim(ctx context.Context, q ClaimRequest) (ClaimAnswer, erro
 	if shape.Shards == 1 { // one rank, or replicated
 		shard = 0
 	}
-	states := r.awaitStores(ctx, o, ref, shard, q.Hashes, deadline)
-	return r.pin(q, o, ref, shape, shard, states)
+	v := r.await(ctx, q, o, at, ref, shard, shape.ShardBytes, deadline)
+	a, err := r.pin(q, o, at, ref, shape, shard, &v)
+	if v.lent != nil && !v.taken {
+		v.lent.Release()
+	}
+	return a, err
 }
 
-// find waits for an offer that may not be registered yet, and checks that the claim may have it.
-func (r *Registry) find(ctx context.Context, q ClaimRequest, until time.Time) (*offer, error) {
+// find waits for an offer that may not be registered yet, and checks that the claim may have it. at is where the claim's blocks are in it. The answer is nil where an offer
+// whose id the router chose may still come.
+func (r *Registry) find(ctx context.Context, q ClaimRequest, until time.Time) (o *offer, at []int, err error) {
 	timeout := time.NewTimer(time.Until(until))
 	defer timeout.Stop()
 	for {
 		r.mu.Lock()
 		o, arrivals := r.offers[q.OfferID], r.arrivals
 		if o != nil {
-			err := r.takeLocked(o, q)
-			r.mu.Unlock()
-			return o, err
+			at, err := r.takeLocked(o, q)
+			r.unlock()
+			return o, at, err
 		}
 		past := r.pastLocked(q.OfferID)
-		r.mu.Unlock()
+		r.unlock()
 		if past != "" {
-			return nil, fmt.Errorf("%w: claim.offer_id: %x has ended: %s", ErrUnknown, q.OfferID, past)
+			return nil, nil, fmt.Errorf("%w: claim.offer_id: %x has ended: %s", ErrUnknown, q.OfferID, past)
 		}
 		select {
 		case <-arrivals:
 		case <-timeout.C:
-			return nil, fmt.Errorf("%w: claim.offer_id: %x", ErrUnknown, q.OfferID)
+			if q.Epoch == (kvferry.Epoch{}) {
+				return nil, nil, nil
+			}
+			return nil, nil, fmt.Errorf("%w: claim.offer_id: %x", ErrUnknown, q.OfferID)
 		case <-ctx.Done():
-			return nil, context.Cause(ctx)
+			return nil, nil, context.Cause(ctx)
 		}
 	}
 }
@@ -133,69 +165,121 @@ func (r *Registry) pastLocked(id [16]byte) string {
 }
 
 // takeLocked checks a claim against its offer and binds the offer to the claimer.
-func (r *Registry) takeLocked(o *offer, q ClaimRequest) error {
+func (r *Registry) takeLocked(o *offer, q ClaimRequest) (at []int, err error) {
 	if !o.secretIs(q.Secret) {
-		return fmt.Errorf("%w: claim.secret", ErrSecret)
+		return nil, fmt.Errorf("%w: claim.secret", ErrSecret)
+	}
+	if q.Epoch != r.cfg.Epoch && !o.router {
+		return nil, fmt.Errorf("%w: claim.epoch: must name this daemon's", ErrUnknown)
 	}
 	if o.claims == 0 && !o.until.After(time.Now()) {
 		r.endLocked(o, "expired")
-		return fmt.Errorf("%w: claim.offer_id: %x has ended: expired", ErrUnknown, o.ID)
+		return nil, fmt.Errorf("%w: claim.offer_id: %x has ended: expired", ErrUnknown, o.ID)
 	}
 	if o.claimer != "" && o.claimer != q.Instance {
-		return fmt.Errorf("%w: claim.instance: %q has it", ErrTaken, o.claimer)
+		return nil, fmt.Errorf("%w: claim.instance: %q has it", ErrTaken, o.claimer)
 	}
 	if o.TP != q.TP {
-		return fmt.Errorf("%w: claim.tp: offered by tp=%d, claimed by tp=%d: not supported yet", ErrMismatch, o.TP, q.TP)
+		return nil, fmt.Errorf("%w: claim.tp: offered by tp=%d, claimed by tp=%d: not supported yet", ErrMismatch, o.TP, q.TP)
 	}
 	if o.Space != q.Space {
-		return fmt.Errorf("%w: claim.space_id: %v, the offer's is %v", ErrMismatch, q.Space, o.Space)
+		return nil, fmt.Errorf("%w: claim.space_id: %v, the offer's is %v", ErrMismatch, q.Space, o.Space)
 	}
-	if i, ok := o.has(q.Hashes); !ok {
-		return fmt.Errorf("%w: claim.hashes: block %d is not in the offer, or not in its order", ErrMismatch, i)
+	at, i, ok := o.find(q.Hashes)
+	if !ok {
+		return nil, fmt.Errorf("%w: claim.hashes: block %d is not in the offer, or not in its order", ErrMismatch, i)
 	}
 	o.claimer, o.path = q.Instance, q.Path
 	o.changeState(evClaim)
-	return nil
+	return at, nil
 }
 
-// awaitStores waits while blocks of the offer are being stored, or may still come.
-func (r *Registry) awaitStores(ctx context.Context, o *offer, ref tiers.SpaceRef, shard uint16, hashes []byte, deadline time.Time) []tiers.SlotState {
+// view is what a claim sees of its blocks.
+type view struct {
+	states []tiers.SlotState
+	late   bool  // what is not stored or being stored will not come
+	lent   *Lent // nil: nothing is lent, or the claimer does not read it
+	taken  bool  // by the claim
+	blocks LentBlocks
+}
+
+// held tells whether block i of the offer can be read where its engine lends it.
+func (v *view) held(i int) bool {
+	return v.lent != nil && v.blocks.IDs != nil && v.lent.holds(v.blocks.IDs[i], v.blocks.Generations[i])
+}
+
+// await returns when something of what is claimed can be read, or nothing more will come, or the wait is over.
+func (r *Registry) await(ctx context.Context, q ClaimRequest, o *offer, at []int, ref tiers.SpaceRef, shard uint16, shardBytes uint64, deadline time.Time) (v view) {
 	timeout := time.NewTimer(time.Until(deadline))
 	defer timeout.Stop()
-	comes := time.NewTimer(time.Until(o.made.Add(r.cfg.Limits.StoreWait)))
-	defer comes.Stop()
-	late := !o.made.Add(r.cfg.Limits.StoreWait).After(time.Now())
-	for {
-		states, changed := r.cfg.Ledger.Await(ref, shard, hashes)
-		wait := false
-		for _, s := range states {
-			wait = wait || s == tiers.SlotFilling || (s != tiers.SlotResident && !late)
+	for tried := false; ; {
+		r.mu.Lock()
+		comes, ended, changed := o.comes, o.state == Ended, o.changed
+		v.blocks = o.Blocks // none once it has ended
+		r.unlock()
+		if !tried && v.blocks.IDs != nil && q.ReadsLent {
+			v.lent, tried = r.lend(o, q.Rank, v.blocks, shardBytes), true
 		}
-		if !wait {
-			return states
+		v.late = ended || (!comes.IsZero() && !comes.After(time.Now()))
+		var filled <-chan struct{}
+		v.states, filled = r.cfg.Ledger.Await(ref, shard, q.Hashes)
+		readable, coming := false, false
+		for i, s := range v.states {
+			here := s == tiers.SlotResident || v.held(at[i])
+			readable = readable || here
+			coming = coming || s == tiers.SlotFilling || (!here && !v.late)
+		}
+		if readable || !coming {
+			return v
+		}
+		var late <-chan time.Time
+		if !v.late && !comes.IsZero() {
+			late = time.After(time.Until(comes))
 		}
 		select {
+		case <-filled:
 		case <-changed:
-		case <-comes.C:
-			late = true
+		case <-late:
 		case <-timeout.C:
-			return states
+			return v
 		case <-ctx.Done():
-			return states
+			return v
 		}
 	}
 }
 
-// pin keeps what is stored where it is and makes the answer.
-func (r *Registry) pin(q ClaimRequest, o *offer, ref tiers.SpaceRef, shape tiers.SpaceShape, shard uint16, states []tiers.SlotState) (ClaimAnswer, error) {
+// lend takes hold of a rank's memory for a claim; nil where it is not there.
+func (r *Registry) lend(o *offer, rank uint32, blocks LentBlocks, shardBytes uint64) *Lent {
+	if r.cfg.Lend == nil {
+		return nil
+	}
+	l, err := r.cfg.Lend(o.owner, o.Instance, rank, blocks.Region, blocks.Offered)
+	if err == nil && l.ShardBytes != shardBytes {
+		l.Release()
+		err = fmt.Errorf("%w: shards of %d bytes, the space has %d", ErrMismatch, l.ShardBytes, shardBytes)
+	}
+	if err != nil {
+		r.cfg.Counters.Add("lend", "refused", 1)
+		r.cfg.Log.Debug("lent memory is not to be had", "offer", fmt.Sprintf("%x", o.ID), "rank", rank, "error", err)
+		return nil
+	}
+	return l
+}
+
+// pin keeps what can be read where it is and makes the answer.
+func (r *Registry) pin(q ClaimRequest, o *offer, at []int, ref tiers.SpaceRef, shape tiers.SpaceShape, shard uint16, v *view) (ClaimAnswer, error) {
 	r.mu.Lock()
-	defer r.mu.Unlock()
+	defer r.unlock()
 	c, err := r.claimLocked(q, o)
 	if err != nil {
 		return ClaimAnswer{}, err
 	}
 	now := time.Now()
-	c.until = now.Add(r.cfg.Limits.ClaimLease)
+	lease := r.cfg.Limits.ClaimLease
+	if q.Lease > 0 {
+		lease = q.Lease
+	}
+	c.until = now.Add(lease)
 	res, err := r.cfg.Ledger.Pin(now, c.owner, ref, shard, q.Hashes, time.Time{})
 	if err != nil {
 		return ClaimAnswer{}, fmt.Errorf("claim: %w", err)
@@ -205,16 +289,24 @@ func (r *Registry) pin(q ClaimRequest, o *offer, ref tiers.SpaceRef, shape tiers
 	n := len(res.Places)
 	a := ClaimAnswer{
 		Epoch: r.cfg.Epoch, DataAddress: r.cfg.DataAddress, Key: c.key, Status: make([]ClaimStatus, n), Offsets: make([]uint64, n), CRC32C: make([]uint32, n),
-		ShardBytes: shape.ShardBytes, Lease: r.cfg.Limits.ClaimLease, Parents: r.cfg.Ledger.Parents(ref, q.Hashes),
+		ShardBytes: shape.ShardBytes, Lease: lease, Parents: r.cfg.Ledger.Parents(ref, q.Hashes),
+		Blocks: make([]uint32, n), Generations: make([]uint64, n), Checked: make([]bool, n),
 	}
-	late := !o.made.Add(r.cfg.Limits.StoreWait).After(now)
-	var count [4]int
+	var count [InLent + 1]int
 	for i, p := range res.Places {
+		held := v.held(at[i])
+		if p.Slot != 0 {
+			a.CRC32C[i], a.Checked[i] = p.CRC32C, true
+		}
 		switch {
-		case p.Slot != 0:
-			a.Status[i], a.Offsets[i], a.CRC32C[i] = Stored, p.Offset, p.CRC32C
+		case p.Slot != 0 && !(held && q.PreferLent):
+			a.Status[i], a.Offsets[i] = Stored, p.Offset
 			c.blocks = append(c.blocks, span{p.Offset, p.Length})
-		case states[i] == tiers.SlotFilling || !late:
+		case held:
+			b, g := v.blocks.IDs[at[i]], v.blocks.Generations[at[i]]
+			c.lendLocked(v, b, g)
+			a.Status[i], a.Offsets[i], a.Blocks[i], a.Generations[i], a.Lent = InLent, c.lent.offset(b), b, g, c.lent
+		case v.states[i] == tiers.SlotFilling || !v.late:
 			a.Status[i] = Pending
 		default:
 			a.Status[i] = Missing
@@ -222,14 +314,18 @@ func (r *Registry) pin(q ClaimRequest, o *offer, ref tiers.SpaceRef, shape tiers
 		count[a.Status[i]]++
 	}
 	for s, n := range count {
-		r.cfg.Counters.Add("claim_blocks", claimStatusName(ClaimStatus(s)), n)
+		r.cfg.Counters.Add("claim_blocks", ClaimStatus(s).String(), n)
 	}
 	slices.SortFunc(c.blocks, func(x, y span) int { return cmp.Compare(x.offset, y.offset) })
 	return a, nil
 }
 
-func claimStatusName(s ClaimStatus) string {
-	return [...]string{"none", "stored", "pending", "missing"}[s]
+// lendLocked lets the claim read a lent block. It keeps the hold of its first time.
+func (c *claim) lendLocked(v *view, block uint32, generation uint64) {
+	if c.lent == nil {
+		c.lent, c.lentBlocks, v.taken = v.lent, map[uint32]uint64{}, true
+	}
+	c.lentBlocks[block] = generation
 }
 
 // claimLocked is the claim of this name, made where there is none.
@@ -259,10 +355,10 @@ func (r *Registry) claimLocked(q ClaimRequest, o *offer) (*claim, error) {
 // Renew keeps claims alive and answers those that are not.
 func (r *Registry) Renew(keys [][16]byte) (ended [][16]byte) {
 	r.mu.Lock()
-	defer r.mu.Unlock()
+	defer r.unlock()
 	for _, k := range keys {
 		if c := r.claims[k]; c != nil {
-			c.until = time.Now().Add(r.cfg.Limits.ClaimLease)
+			c.renewLocked(time.Now().Add(r.cfg.Limits.ClaimLease))
 		} else {
 			ended = append(ended, k)
 		}
@@ -273,7 +369,7 @@ func (r *Registry) Renew(keys [][16]byte) (ended [][16]byte) {
 // EndClaim gives a claim back. The offer ends with the claims of all ranks that took what they wanted.
 func (r *Registry) EndClaim(key [16]byte, reason string) {
 	r.mu.Lock()
-	defer r.mu.Unlock()
+	defer r.unlock()
 	c := r.claims[key]
 	if c == nil {
 		return
@@ -284,6 +380,7 @@ func (r *Registry) EndClaim(key [16]byte, reason string) {
 		return
 	}
 	o.ranks[c.id.rank] = true
+	r.servedLocked(o, c.id.rank, "done")
 	if len(o.ranks) == int(o.TP) && o.claims == 0 {
 		r.endLocked(o, "done")
 	}
@@ -299,55 +396,5 @@ func (r *Registry) endClaimLocked(c *claim, reason string) {
 		reason = "done"
 	}
 	r.cfg.Log.Debug("claim ended", "offer", fmt.Sprintf("%x", c.offer.ID), "instance", c.id.instance, "rank", c.id.rank, "reason", reason)
-	if c.users == 0 {
-		r.cfg.Ledger.ReleaseOwner(c.owner)
-	}
-}
-
-// Acquire is tcp.Grants: a request of the data protocol reads under this claim.
-func (r *Registry) Acquire(epoch kvferry.Epoch, key [16]byte) (tcp.Grant, error) {
-	if epoch != r.cfg.Epoch {
-		return nil, fmt.Errorf("acquire: %w: epoch %v", transport.ErrRefused, epoch)
-	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	c := r.claims[key]
-	if c == nil {
-		return nil, fmt.Errorf("acquire: %w: no such claim", transport.ErrRefused)
-	}
-	c.users++
-	c.until = time.Now().Add(r.cfg.Limits.ClaimLease)
-	return &grant{r: r, c: c}, nil
-}
-
-// grant is one request's hold on a claim.
-type grant struct {
-	r *Registry
-	c *claim
-}
-
-// Bytes is tcp.Grant: a range inside one of the claim's slots.
-func (g *grant) Bytes(off, length uint64) ([]byte, error) {
-	g.r.mu.Lock()
-	defer g.r.mu.Unlock()
-	i, _ := slices.BinarySearchFunc(g.c.blocks, off, func(b span, off uint64) int { return cmp.Compare(b.offset, off) })
-	for _, k := range []int{i, i - 1} { // the block that starts there, or the one before it
-		if k < 0 || k >= len(g.c.blocks) {
-			continue
-		}
-		if b := g.c.blocks[k]; off >= b.offset && off-b.offset <= b.length && length <= b.length-(off-b.offset) {
-			return g.r.cfg.Pool.Bytes[off : off+length : off+length], nil
-		}
-	}
-	return nil, fmt.Errorf("read %d bytes at %d: %w: not in the claim", length, off, transport.ErrRange)
-}
-
-// Release is tcp.Grant.
-func (g *grant) Release() {
-	g.r.mu.Lock()
-	defer g.r.mu.Unlock()
-	g.c.users--
-	if g.c.ended && g.c.users == 0 {
-		g.r.cfg.Ledger.ReleaseOwner(g.c.owner)
-	}
+	r.freeLocked(c)
 }

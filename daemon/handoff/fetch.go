@@ -22,7 +22,7 @@ type Ticket struct {
 	Space     kvferry.SpaceID
 }
 
-// FetchRequest asks for blocks of an offer to be brought into the pool.
+// FetchRequest asks for blocks of an offer.
 type FetchRequest struct {
 	Ticket   Ticket
 	Instance string // that decodes
@@ -32,29 +32,68 @@ type FetchRequest struct {
 	Shape    tiers.SpaceShape
 	Shard    uint16
 	Hashes   []byte
+	// Into, where it is set, is worker memory that blocks from other nodes are written into; else they go into the pool.
+	Into *Destination
+	// Pooled says why nothing is written into worker memory, for people.
+	Pooled string
+	// ReadsLent: the worker reads memory that other workers of this node lend.
+	ReadsLent bool
 	// Arrived is called, from Fetch's own goroutine, with the indexes of blocks that have come while others are still on their way. May be nil.
 	Arrived func(at []int)
 }
 
-// FetchStatus is how a block of a fetch ended. Only Fetched means that it is in the pool.
+// Destination is memory that a worker has lent to be written.
+type Destination struct {
+	Memory   transport.Memory
+	Segments func(i int) []kvferry.Segment // of block i of the request
+	// Begin is called before something may be written, and answers false when it no longer may; its end is called when that is quiet.
+	Begin func() (end func(), ok bool)
+}
+
+// FetchStatus is how a block of a fetch ended.
 type FetchStatus uint8
 
 // The statuses.
 const (
-	Fetched FetchStatus = iota + 1
+	Fetched FetchStatus = iota + 1 // is in the pool
 	NotThere
 	NoRoom
 	Failed
 	TooLate
+	Delivered // was written into the destination, and is right
+	Readable  // in lent memory of this node: see FetchResult
+	numFetchStatuses
 )
 
 func (s FetchStatus) String() string {
-	return [...]string{"none", "fetched", "not_there", "no_room", "failed", "too_late"}[min(s, 5)]
+	return [...]string{"none", "fetched", "not_there", "no_room", "failed", "too_late", "delivered", "lent"}[min(s, 7)]
+}
+
+// FetchResult is what became of each block of a request. It grows while the fetch runs; Arrived tells of what.
+type FetchResult struct {
+	Status []FetchStatus
+	// Where blocks lie that are Readable: beside Status.
+	Lent []LentPlace
+	// Memory is what they lie in, held until End.
+	Memory *Lent
+	// End gives back what keeps blocks readable; nil: nothing does.
+	End func()
+}
+
+// LentPlace is where a block lies in lent memory.
+type LentPlace struct {
+	Block      uint32
+	Generation uint64
+	CRC32C     uint32
+	Checked    bool // CRC32C is known
 }
 
 // Control is the Peer service of other daemons; package rpc has the client.
 type Control interface {
 	Claim(ctx context.Context, address string, q ClaimRequest) (ClaimAnswer, error)
+	// Confirm tells which blocks, read as InLent, were what they should be, and their checksums.
+	Confirm(ctx context.Context, address string, epoch kvferry.Epoch, key [16]byte, offsets []uint64) (held []bool, crcs []uint32, err error)
+	Fetch(ctx context.Context, address string, q FindRequest) (FindAnswer, error)
 	Renew(ctx context.Context, address string, epoch kvferry.Epoch, keys [][16]byte) error
 	EndClaim(ctx context.Context, address string, epoch kvferry.Epoch, key [16]byte, received uint32, reason string) error
 }
@@ -68,6 +107,7 @@ type PeerLink interface {
 // FetcherConfig is what a Fetcher works with; never modified after NewFetcher.
 type FetcherConfig struct {
 	Epoch    kvferry.Epoch
+	Address  string // of this node's Peer service, as tickets name it
 	Ledger   *tiers.Ledger
 	Pool     transport.Memory
 	Registry *Registry // of this node: a ticket may be of an engine here
@@ -89,6 +129,8 @@ type Fetcher struct {
 	waiting int // background work
 	closed  bool
 	wg      sync.WaitGroup
+
+	decisions decisionLog
 }
 
 // NewFetcher makes one without peers.
@@ -100,33 +142,41 @@ const partBytes = 8 << 20
 // claimWait is how long a peer may wait for stores that are still running, at a time.
 const claimWait = 3 * time.Second
 
-// Fetch brings blocks into the pool. It returns when ctx ends at the latest; slots that a transfer still writes then are given back when that is quiet.
-func (f *Fetcher) Fetch(ctx context.Context, q FetchRequest) []FetchStatus {
+// transferWait is how long an offer whose id the router chose may be unknown to the node that the router named.
+const transferWait = 10 * time.Second
+
+// Here tells whether a ticket is of an engine on this node.
+func (f *Fetcher) Here(t Ticket, rank uint32) bool {
+	return t.Epoch == f.cfg.Epoch || (t.Epoch == kvferry.Epoch{} && t.address(rank) == f.cfg.Address)
+}
+
+// Fetch brings blocks to where the request wants them. It returns when ctx ends at the latest; what a transfer still writes into then is given back when that is quiet.
+func (f *Fetcher) Fetch(ctx context.Context, q FetchRequest, out *FetchResult) {
 	n := len(q.Hashes) / kvferry.HashSize
-	out := make([]FetchStatus, n)
+	*out = FetchResult{Status: make([]FetchStatus, n), Lent: make([]LentPlace, n)}
 	var err error
-	if q.Ticket.Epoch == f.cfg.Epoch {
+	if f.Here(q.Ticket, q.Rank) {
 		err = f.local(ctx, q, out)
 	} else {
-		err = f.remote(ctx, q, out)
+		err = f.remote(ctx, q, out.Status)
 	}
 	if err != nil {
 		f.cfg.Log.Warn("fetch offered blocks", "offer", fmt.Sprintf("%x", q.Ticket.OfferID), "blocks", n, "error", err)
 	}
-	var count [6]int
-	for i := range out {
-		if out[i] == 0 {
-			out[i] = Failed
+	var count [numFetchStatuses]int
+	for i, s := range out.Status {
+		if s == 0 {
+			s = Failed
 			if ctx.Err() != nil {
-				out[i] = TooLate
+				s = TooLate
 			}
+			out.Status[i] = s
 		}
-		count[out[i]]++
+		count[s]++
 	}
 	for s, n := range count {
 		f.cfg.Counters.Add("fetch_blocks", FetchStatus(s).String(), n)
 	}
-	return out
 }
 
 const (
@@ -139,8 +189,8 @@ func (f *Fetcher) Settle(q FetchRequest) {
 	f.background(func(ctx context.Context) {
 		c := f.claimRequest(ctx, q, q.Hashes[:kvferry.HashSize])
 		c.Wait = 0
-		if q.Ticket.Epoch == f.cfg.Epoch {
-			c.Path = "pool of this node"
+		c.Path = "pool of the claimer's node: all blocks were there"
+		if f.Here(q.Ticket, q.Rank) {
 			if a, err := f.cfg.Registry.Claim(ctx, c); err == nil {
 				f.cfg.Registry.EndClaim(a.Key, "")
 			}
@@ -150,7 +200,7 @@ func (f *Fetcher) Settle(q FetchRequest) {
 		if err == nil {
 			var a ClaimAnswer
 			if a, err = f.cfg.Control.Claim(ctx, address, c); err == nil {
-				err = f.cfg.Control.EndClaim(ctx, address, q.Ticket.Epoch, a.Key, 0, "")
+				err = f.cfg.Control.EndClaim(ctx, address, a.Epoch, a.Key, 0, "")
 			}
 		}
 		if err != nil {
@@ -205,92 +255,113 @@ func (f *Fetcher) claimRequest(ctx context.Context, q FetchRequest, hashes []byt
 	}
 }
 
-// local takes an offer of an engine on this node: its blocks are in this pool, or will be.
-func (f *Fetcher) local(ctx context.Context, q FetchRequest, out []FetchStatus) error {
-	for {
-		c := f.claimRequest(ctx, q, q.Hashes)
-		c.Path = "pool of this node"
+// local takes an offer of an engine on this node: the worker reads what that lends, and else the pool.
+func (f *Fetcher) local(ctx context.Context, q FetchRequest, out *FetchResult) error {
+	begun, todo := time.Now(), indexes(len(out.Status))
+	var key [16]byte
+	for len(todo) > 0 {
+		c := f.claimRequest(ctx, q, pick(q.Hashes, todo))
+		c.ReadsLent, c.PreferLent, c.Path = q.ReadsLent, true, "worker memory of this node"
+		if !q.ReadsLent {
+			c.Path = "pool of this node: the decode worker does not read lent memory"
+		}
+		if until, ok := ctx.Deadline(); ok {
+			c.Lease = 2 * time.Until(until) // the worker reads until the operation's own deadline, which is a little later
+		}
 		a, err := f.cfg.Registry.Claim(ctx, c)
-		if err != nil {
+		if err != nil || (a.Key == [16]byte{} && !f.patient(ctx, a, begun)) {
+			f.endLocal(key, out, "failed")
 			return err
 		}
-		pending := 0
-		for i, s := range a.Status {
-			switch s {
-			case Stored:
-				out[i] = Fetched
-			case Missing:
-				out[i] = NotThere
-			default:
-				pending++
-			}
-		}
+		key = a.Key
+		todo = out.take(q, a, todo)
 		if err := ctx.Err(); err != nil {
-			f.cfg.Registry.EndClaim(a.Key, err.Error())
+			f.endLocal(key, out, err.Error())
 			return err
-		}
-		if pending == 0 {
-			f.cfg.Registry.EndClaim(a.Key, "")
-			return nil
 		}
 	}
+	f.endLocal(key, out, "")
+	return nil
+}
+
+// take notes the answer to a claim of this node, and answers the indexes of what is pending. at are the indexes of the claimed blocks.
+func (out *FetchResult) take(q FetchRequest, a ClaimAnswer, at []int) (pending []int) {
+	var come []int
+	for k, s := range a.Status {
+		i := at[k]
+		switch s {
+		case Stored:
+			out.Status[i] = Fetched
+		case InLent:
+			out.Status[i], out.Memory = Readable, a.Lent
+			out.Lent[i] = LentPlace{a.Blocks[k], a.Generations[k], a.CRC32C[k], a.Checked[k]}
+		case Missing:
+			out.Status[i] = NotThere
+			continue
+		default:
+			pending = append(pending, i)
+			continue
+		}
+		come = append(come, i)
+	}
+	if q.Arrived != nil && len(come) > 0 {
+		q.Arrived(come)
+	}
+	return pending
+}
+
+// endLocal ends a claim of this node, at once or when the worker has read what is lent.
+func (f *Fetcher) endLocal(key [16]byte, out *FetchResult, reason string) {
+	if out.Memory != nil {
+		out.End = func() { f.cfg.Registry.EndClaim(key, reason) }
+		return
+	}
+	f.cfg.Registry.EndClaim(key, reason)
+}
+
+func indexes(n int) []int {
+	out := make([]int, n)
+	for i := range out {
+		out[i] = i
+	}
+	return out
+}
+
+// patient tells whether to ask again for what is pending.
+func (f *Fetcher) patient(ctx context.Context, a ClaimAnswer, begun time.Time) bool {
+	return ctx.Err() == nil && (a.Key != [16]byte{} || time.Since(begun) < transferWait)
 }
 
 // remote claims an offer at the node that has it and reads the blocks from there.
 func (f *Fetcher) remote(ctx context.Context, q FetchRequest, out []FetchStatus) error {
-	address, err := f.resolve(ctx, q.Ticket.address(q.Rank))
+	p, err := f.usable(ctx, q.Ticket.address(q.Rank))
 	if err != nil {
 		return err
+	}
+	r := &remote{f: f, p: p, q: q, out: out, lent: true, begun: time.Now()}
+	err = r.run(ctx)
+	p.report(err)
+	if r.key != ([16]byte{}) {
+		r.end(err)
+	}
+	return err
+}
+
+// usable is the peer at an address that a ticket names, if it may be dialled and is not known to be unreachable.
+func (f *Fetcher) usable(ctx context.Context, address string) (*peer, error) {
+	address, err := f.resolve(ctx, address)
+	if err != nil {
+		return nil, err
 	}
 	p, err := f.peer(address)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if !p.health.Allow(time.Now()) {
 		state, reason, since := p.health.View()
-		return fmt.Errorf("%w: peer %s is %v since %s: %s", transport.ErrLink, address, state, since.Format(time.RFC3339), reason)
+		return nil, fmt.Errorf("%w: peer %s is %v since %s: %s", transport.ErrLink, address, state, since.Format(time.RFC3339), reason)
 	}
-	todo := make([]int, len(out))
-	for i := range todo {
-		todo[i] = i
-	}
-	var key [16]byte
-	for len(todo) > 0 {
-		a, err := f.cfg.Control.Claim(ctx, address, f.claimRequest(ctx, q, pick(q.Hashes, todo)))
-		if err != nil {
-			p.report(err)
-			if key != ([16]byte{}) { // of an earlier round
-				f.endClaim(p, q, key, 0, err)
-			}
-			return fmt.Errorf("claim at %s: %w", address, err)
-		}
-		key = a.Key
-		if a.DataAddress, err = f.resolve(ctx, a.DataAddress); err != nil {
-			f.endClaim(p, q, key, 0, err)
-			return err
-		}
-		if a.ShardBytes != q.Shape.ShardBytes {
-			err = fmt.Errorf("%w: shard of %d bytes, here %d", ErrMismatch, a.ShardBytes, q.Shape.ShardBytes)
-			f.endClaim(p, q, key, 0, err)
-			return err
-		}
-		pending, err := f.read(ctx, p, q, a, todo, out)
-		if err != nil {
-			p.report(err)
-			f.endClaim(p, q, key, 0, err)
-			return fmt.Errorf("read from %s: %w", address, err)
-		}
-		todo = pending
-	}
-	p.report(nil)
-	received := uint32(0)
-	for _, s := range out {
-		if s == Fetched {
-			received++
-		}
-	}
-	f.endClaim(p, q, key, received, nil)
-	return nil
+	return p, nil
 }
 
 func pick(hashes []byte, at []int) []byte {
@@ -299,50 +370,6 @@ func pick(hashes []byte, at []int) []byte {
 		out = append(out, hashes[i*kvferry.HashSize:][:kvferry.HashSize]...)
 	}
 	return out
-}
-
-// read copies what a claim says is stored, and answers the indexes of what is pending there. at are the indexes of the claimed blocks.
-func (f *Fetcher) read(ctx context.Context, p *peer, q FetchRequest, a ClaimAnswer, at []int, out []FetchStatus) (pending []int, err error) {
-	var blocks []tiers.Block
-	var source []int // index into the claim, beside blocks
-	for i, s := range a.Status {
-		switch s {
-		case Stored:
-			b := tiers.Block{Hash: kvferry.Hash(q.Hashes[at[i]*kvferry.HashSize:])}
-			if a.Parents != nil {
-				b.Parent = kvferry.Hash(a.Parents[i*kvferry.HashSize:])
-			}
-			blocks, source = append(blocks, b), append(source, i)
-		case Pending:
-			pending = append(pending, at[i])
-		default:
-			out[at[i]] = NotThere
-		}
-	}
-	if len(blocks) == 0 {
-		return pending, nil
-	}
-	var parts []*transferIn
-	var running []int
-	for k, fill := range f.cfg.Ledger.BeginFill(q.Space, q.Shard, blocks) {
-		i := source[k]
-		switch fill.Status {
-		case tiers.FillNew:
-			if len(parts) == 0 || parts[len(parts)-1].bytes >= partBytes {
-				parts = append(parts, &transferIn{f: f, done: make(chan struct{})})
-			}
-			parts[len(parts)-1].add(f.cfg.Pool.ID, fill, kvferry.Segment{Region: p.region.ID, Offset: a.Offsets[i], Length: a.ShardBytes}, a.CRC32C[i], at[i])
-		case tiers.FillBusy:
-			out[at[i]] = NoRoom
-		case tiers.FillPresent:
-			out[at[i]] = Fetched
-		default:
-			running = append(running, at[i])
-		}
-	}
-	err = f.transfer(ctx, p, q, a, parts, out)
-	f.awaitOthers(ctx, q, running, out)
-	return pending, err
 }
 
 // awaitOthers waits for blocks that somebody else is fetching already: requests that share a prefix fetch it once.
@@ -373,18 +400,4 @@ func (f *Fetcher) awaitOthers(ctx context.Context, q FetchRequest, at []int, out
 			return
 		}
 	}
-}
-
-// endClaim gives a claim back without making anybody wait for it.
-func (f *Fetcher) endClaim(p *peer, q FetchRequest, key [16]byte, received uint32, cause error) {
-	reason := ""
-	if cause != nil {
-		reason = cause.Error()
-		reason = reason[:min(len(reason), 256)]
-	}
-	f.background(func(ctx context.Context) {
-		if err := f.cfg.Control.EndClaim(ctx, p.address, q.Ticket.Epoch, key, received, reason); err != nil {
-			f.cfg.Log.Debug("end claim", "peer", p.address, "error", err) // it ends with its lease
-		}
-	})
 }

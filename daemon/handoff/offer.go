@@ -71,6 +71,16 @@ type Offer struct {
 	Hashes    []byte // packed
 	Tokens    uint32
 	Lifetime  time.Duration
+	OpenEnded bool // its prompt is still being computed
+	Blocks    LentBlocks
+}
+
+// LentBlocks are the engine's blocks that hold an offer's KV, one a hash, and the generations that they had when it was made. They are the same on every rank.
+type LentBlocks struct {
+	Region      uint32
+	Offered     time.Time // set by the registry
+	IDs         []uint32  // nil: nothing is lent
+	Generations []uint64
 }
 
 // offer is an Offer in the table. Registry.mu guards what changes.
@@ -79,6 +89,7 @@ type offer struct {
 	owner   tiers.Owner // session that registered it
 	made    time.Time
 	until   time.Time
+	comes   time.Time // until then, blocks may still come; zero: as long as it is open-ended
 	blocks  int
 	state   OfferState
 	reason  string
@@ -86,7 +97,11 @@ type offer struct {
 	claimer string          // instance; set by the first claim
 	claims  int             // alive
 	ranks   map[uint32]bool // that have been served whole
+	told    map[uint32]bool // ranks whose workers know that nobody reads their blocks any more
+	router  bool            // the router chose its id: it may be claimed without naming the epoch
+	changed chan struct{}   // closed when what it offers changes, and when it ends
 	path    string
+	lent    bool
 }
 
 func (o *offer) changeState(e offerEvent) {
@@ -99,25 +114,34 @@ func (o *offer) changeState(e offerEvent) {
 
 func (o *offer) secretIs(s [16]byte) bool { return subtle.ConstantTimeCompare(o.Secret[:], s[:]) == 1 }
 
-// has tells whether these hashes are some of the offer's, in its order. It answers the index of the first that is not.
-func (o *offer) has(hashes []byte) (missing int, ok bool) {
-	at := 0
+// find is where these hashes are in the offer, which has them in this order. It answers the index of the first that is not.
+func (o *offer) find(hashes []byte) (at []int, missing int, ok bool) {
+	at = make([]int, 0, len(hashes)/kvferry.HashSize)
+	k := 0
 	for i := 0; i < len(hashes); i += kvferry.HashSize {
-		for at < len(o.Hashes) && !bytes.Equal(o.Hashes[at:at+kvferry.HashSize], hashes[i:i+kvferry.HashSize]) {
-			at += kvferry.HashSize
+		for k < len(o.Hashes) && !bytes.Equal(o.Hashes[k:k+kvferry.HashSize], hashes[i:i+kvferry.HashSize]) {
+			k += kvferry.HashSize
 		}
-		if at == len(o.Hashes) {
-			return i / kvferry.HashSize, false
+		if k == len(o.Hashes) {
+			return nil, i / kvferry.HashSize, false
 		}
-		at += kvferry.HashSize
+		at = append(at, k/kvferry.HashSize)
+		k += kvferry.HashSize
 	}
-	return 0, true
+	return at, 0, true
+}
+
+// wakeLocked tells those who wait for blocks of the offer.
+func (o *offer) wakeLocked() {
+	close(o.changed)
+	o.changed = make(chan struct{})
 }
 
 // View is an offer as people see it.
 type View struct {
-	Offer     // without its hashes and secret
-	Blocks    int
+	Offer          // without its hashes and secret
+	Size      int  // blocks
+	Lent      bool // its engine keeps blocks for it, or did
 	State     OfferState
 	Reason    string
 	Age       time.Duration

@@ -39,7 +39,7 @@ func TestOfferHas(t *testing.T) {
 		{list(), 0, true}, {list(1, 2, 3, 4), 0, true}, {list(2, 4), 0, true}, {list(4), 0, true},
 		{list(5), 0, false}, {list(1, 5), 1, false}, {list(3, 2), 1, false}, {list(1, 1), 1, false}, {list(1, 2, 3, 4, 4), 4, false},
 	} {
-		if missing, ok := o.has(c.ask); missing != c.missing || ok != c.ok {
+		if _, missing, ok := o.find(c.ask); missing != c.missing || ok != c.ok {
 			t.Errorf("%v: %d %v, want %d %v", c.ask, missing, ok, c.missing, c.ok)
 		}
 	}

@@ -32,7 +32,7 @@ type peer struct {
 	used  time.Time
 	dial  func(address string, epoch kvferry.Epoch) PeerLink
 	lanes PeerLink // to its current epoch
-	epoch string    // data address and epoch that lanes go to
+	epoch string   // data address and epoch that lanes go to
 }
 
 // peer finds a peer or meets it.

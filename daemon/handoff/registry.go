@@ -45,10 +45,11 @@ type Limits struct {
 	ClaimLease time.Duration // a claim that is not renewed for so long ends
 	OfferWait  time.Duration // for an offer that is not registered yet
 	StoreWait  time.Duration // after its registration, blocks of an offer may still come
+	OpenEnded  time.Duration // an open-ended offer that is not completed for so long ends
 }
 
 // DefaultLimits are the daemon's.
-var DefaultLimits = Limits{Offers: 1 << 16, Hashes: 1 << 23, EndedKept: 256, Claims: 1 << 16, PerOffer: 4, ClaimLease: 10 * time.Second, OfferWait: time.Second, StoreWait: 2 * time.Second}
+var DefaultLimits = Limits{Offers: 1 << 16, Hashes: 1 << 23, EndedKept: 256, Claims: 1 << 16, PerOffer: 4, ClaimLease: 10 * time.Second, OfferWait: time.Second, StoreWait: 2 * time.Second, OpenEnded: 10 * time.Minute}
 
 // Config is what a Registry works with; never modified after New.
 type Config struct {
@@ -60,6 +61,9 @@ type Config struct {
 	Counters    *counters.Set
 	Log         *slog.Logger
 	Owners      func() tiers.Owner // makes an owner that no session has
+	Lend        Lend               // nil: nothing is lent here
+	// Served tells a worker that nobody reads its blocks for an offer any more; nil: nobody is told. It is called without a lock held.
+	Served func(instance string, rank uint32, offer [16]byte, reason string)
 }
 
 // Registry has the offers of this node and the claims on them.
@@ -73,6 +77,33 @@ type Registry struct {
 	claims   map[[16]byte]*claim
 	byClaim  map[claimKey]*claim
 	arrivals chan struct{} // closed at the next registration
+	served   []servedRank  // to be told when mu is free
+}
+
+type servedRank struct {
+	instance string
+	rank     uint32
+	offer    [16]byte
+	reason   string
+}
+
+// unlock lets mu go and tells what came up while it was held: the sessions' locks come before it.
+func (r *Registry) unlock() {
+	served := r.served
+	r.served = nil
+	r.mu.Unlock()
+	for _, s := range served {
+		r.cfg.Served(s.instance, s.rank, s.offer, s.reason)
+	}
+}
+
+// servedLocked has a rank's worker told, once.
+func (r *Registry) servedLocked(o *offer, rank uint32, reason string) {
+	if o.told[rank] || o.Blocks.IDs == nil || r.cfg.Served == nil {
+		return
+	}
+	o.told[rank] = true
+	r.served = append(r.served, servedRank{o.Instance, rank, o.ID, reason})
 }
 
 // NewRegistry makes an empty one.
@@ -81,12 +112,20 @@ func NewRegistry(cfg Config) *Registry {
 }
 
 // Register takes an offer. Its last block is leased for the offer's lifetime, so that the chain stays.
-func (r *Registry) Register(owner tiers.Owner, o Offer) error {
+func (r *Registry) Register(owner tiers.Owner, o Offer) error { return r.register(owner, o, "") }
+
+// register takes an offer that only claimer may claim; empty: the first that comes.
+func (r *Registry) register(owner tiers.Owner, o Offer, claimer string) error {
 	now := time.Now()
 	n := len(o.Hashes) / kvferry.HashSize
-	e := &offer{Offer: o, owner: owner, made: now, until: now.Add(o.Lifetime), blocks: n, ranks: map[uint32]bool{}}
+	e := &offer{Offer: o, owner: owner, made: now, until: now.Add(o.Lifetime), comes: now.Add(r.cfg.Limits.StoreWait), blocks: n, router: o.OpenEnded, claimer: claimer, lent: o.Blocks.IDs != nil,
+		ranks: map[uint32]bool{}, told: map[uint32]bool{}, changed: make(chan struct{})}
+	e.Blocks.Offered = now
+	if o.OpenEnded {
+		e.comes, e.until = time.Time{}, now.Add(r.cfg.Limits.OpenEnded)
+	}
 	r.mu.Lock()
-	defer r.mu.Unlock()
+	defer r.unlock()
 	if old := r.offers[o.ID]; old != nil {
 		return fmt.Errorf("%w: offer.offer_id: %x", ErrExists, o.ID)
 	}
@@ -110,12 +149,62 @@ func (r *Registry) Register(owner tiers.Owner, o Offer) error {
 	return nil
 }
 
+// Complete ends the computing of an open-ended offer's prompt: its lifetime begins, and blocks that its engine lends are known.
+func (r *Registry) Complete(owner tiers.Owner, id [16]byte, blocks LentBlocks) error {
+	r.mu.Lock()
+	defer r.unlock()
+	o, err := r.ownLocked("complete_offer", owner, id)
+	if err != nil {
+		return err
+	}
+	if !o.OpenEnded {
+		return fmt.Errorf("%w: complete_offer.offer_id: %x is not open-ended", ErrMismatch, id)
+	}
+	if blocks.IDs != nil && len(blocks.IDs) != o.blocks {
+		return fmt.Errorf("%w: complete_offer.block_ids: %d for an offer of %d blocks", ErrMismatch, len(blocks.IDs), o.blocks)
+	}
+	now := time.Now()
+	blocks.Offered = now
+	o.OpenEnded, o.Blocks, o.comes, o.until = false, blocks, now.Add(r.cfg.Limits.StoreWait), now.Add(o.Lifetime)
+	o.lent = blocks.IDs != nil
+	for rank := range o.ranks { // served before there was anything to keep
+		r.servedLocked(o, rank, "done")
+	}
+	o.wakeLocked()
+	return nil
+}
+
+// Withdraw ends an offer whose request was aborted.
+func (r *Registry) Withdraw(owner tiers.Owner, id [16]byte, reason string) error {
+	r.mu.Lock()
+	defer r.unlock()
+	o, err := r.ownLocked("end_offer", owner, id)
+	if err != nil {
+		return err
+	}
+	if reason == "" {
+		reason = "withdrawn"
+	}
+	r.cfg.Log.Debug("offer withdrawn", "offer", fmt.Sprintf("%x", id), "reason", reason)
+	r.endLocked(o, "withdrawn")
+	return nil
+}
+
+// ownLocked is a live offer of this owner.
+func (r *Registry) ownLocked(message string, owner tiers.Owner, id [16]byte) (*offer, error) {
+	o := r.offers[id]
+	if o == nil || o.owner != owner {
+		return nil, fmt.Errorf("%w: %s.offer_id: %x is not a live offer of this session", ErrUnknown, message, id)
+	}
+	return o, nil
+}
+
 func (o *offer) leaseKey() string { return "offer " + string(o.ID[:]) }
 
 // SessionEnded ends the offers of a session that nobody has claimed. Claims that are alive go on: their blocks are in the pool.
 func (r *Registry) SessionEnded(owner tiers.Owner) {
 	r.mu.Lock()
-	defer r.mu.Unlock()
+	defer r.unlock()
 	for _, o := range r.offers {
 		if o.owner == owner && o.state == Open {
 			r.endLocked(o, "session ended")
@@ -130,10 +219,14 @@ func (r *Registry) endLocked(o *offer, reason string) {
 	}
 	o.changeState(evEnd)
 	o.reason, o.ended = reason, time.Now()
+	for rank := range o.TP {
+		r.servedLocked(o, rank, reason)
+	}
+	o.wakeLocked()
 	r.cfg.Ledger.ReleaseKey(o.owner, o.leaseKey())
 	delete(r.offers, o.ID)
 	r.hashes -= o.blocks
-	o.Hashes = nil
+	o.Hashes, o.Blocks = nil, LentBlocks{}
 	r.order = append(r.order, o)
 	if over := len(r.order) - r.cfg.Limits.EndedKept; over > 0 {
 		r.order = append(r.order[:0], r.order[over:]...)
@@ -144,7 +237,7 @@ func (r *Registry) endLocked(o *offer, reason string) {
 // Expire ends claims that were not renewed and offers whose lifetime is over.
 func (r *Registry) Expire(now time.Time) {
 	r.mu.Lock()
-	defer r.mu.Unlock()
+	defer r.unlock()
 	for _, c := range r.claims {
 		if !c.until.After(now) {
 			r.endClaimLocked(c, "not renewed")
@@ -160,7 +253,7 @@ func (r *Registry) Expire(now time.Time) {
 // List is what people see: live offers, oldest first, then those that ended last.
 func (r *Registry) List(now time.Time) []View {
 	r.mu.Lock()
-	defer r.mu.Unlock()
+	defer r.unlock()
 	var out []View
 	for _, o := range r.offers {
 		out = append(out, o.view(now))
@@ -173,8 +266,8 @@ func (r *Registry) List(now time.Time) []View {
 }
 
 func (o *offer) view(now time.Time) View {
-	v := View{Offer: o.Offer, Blocks: o.blocks, State: o.state, Reason: o.reason, Age: now.Sub(o.made), ExpiresIn: o.until.Sub(now), Claimer: o.claimer, Path: o.path}
-	v.Secret, v.Hashes = [16]byte{}, nil // nobody needs to see them
+	v := View{Offer: o.Offer, Size: o.blocks, Lent: o.lent, State: o.state, Reason: o.reason, Age: now.Sub(o.made), ExpiresIn: o.until.Sub(now), Claimer: o.claimer, Path: o.path}
+	v.Secret, v.Hashes, v.Blocks = [16]byte{}, nil, LentBlocks{} // nobody needs to see them
 	if o.state == Ended {
 		v.ExpiresIn = 0
 	}
@@ -184,13 +277,13 @@ func (o *offer) view(now time.Time) View {
 // ActiveClaims is how many claims have not ended.
 func (r *Registry) ActiveClaims() int {
 	r.mu.Lock()
-	defer r.mu.Unlock()
+	defer r.unlock()
 	return len(r.claims)
 }
 
 // OpenOffers is how many have not ended.
 func (r *Registry) OpenOffers() int {
 	r.mu.Lock()
-	defer r.mu.Unlock()
+	defer r.unlock()
 	return len(r.offers)
 }

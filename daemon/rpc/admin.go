@@ -179,8 +179,20 @@ func (a *Admin) Offers(context.Context, *pb.OffersRequest) (*pb.OffersResponse, 
 	r := &pb.OffersResponse{}
 	for _, v := range a.Registry.List(time.Now()) {
 		r.Offers = append(r.Offers, &pb.OfferInfo{
-			OfferId: v.ID[:], RequestId: v.RequestID, Instance: v.Instance, State: v.State.String(), Reason: v.Reason, Blocks: uint32(v.Blocks),
-			Tokens: v.Tokens, AgeMs: v.Age.Milliseconds(), ExpiresInMs: v.ExpiresIn.Milliseconds(), ClaimedBy: v.Claimer, Path: v.Path,
+			OfferId: v.ID[:], RequestId: v.RequestID, Instance: v.Instance, State: v.State.String(), Reason: v.Reason, Blocks: uint32(v.Size),
+			OpenEnded: v.OpenEnded, Lent: v.Lent, Tokens: v.Tokens, AgeMs: v.Age.Milliseconds(), ExpiresInMs: v.ExpiresIn.Milliseconds(), ClaimedBy: v.Claimer, Path: v.Path,
+		})
+	}
+	return r, nil
+}
+
+// Fetches is pb.AdminServer.
+func (a *Admin) Fetches(context.Context, *pb.FetchesRequest) (*pb.FetchesResponse, error) {
+	r := &pb.FetchesResponse{}
+	for _, d := range a.Fetcher.Decisions() {
+		r.Decisions = append(r.Decisions, &pb.FetchDecision{
+			AtUnixMs: d.At.UnixMilli(), RequestId: d.RequestID, Instance: d.Instance, Peer: d.Peer, Blocks: uint32(d.Blocks), Bytes: d.Bytes, FetchUs: d.Fetch.Microseconds(),
+			ComputeUs: d.Compute.Microseconds(), BytesPerSecond: d.Rate, Measured: d.Measured, Fetched: d.Fetched, Reason: d.Reason,
 		})
 	}
 	return r, nil

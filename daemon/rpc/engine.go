@@ -24,6 +24,7 @@ type Engine struct {
 	PoolBytes   uint64
 	PeerAddress string
 	Version     string
+	Direct      bool // Accepts may lend blocks to be written
 	Limits      session.Limits
 }
 
@@ -92,7 +93,7 @@ func (e *Engine) welcome(s *session.Session) *pb.SessionResponse {
 	return &pb.SessionResponse{Message: &pb.SessionResponse_Welcome{Welcome: &pb.Welcome{
 		Epoch: e.Epoch[:], SessionId: s.ID, Token: token[:], SpaceId: space[:], PoolBytes: e.PoolBytes, Words: session.WordsPerSession,
 		StoreBlocksMax: uint32(e.Limits.StoreBlocks), LoadBlocksMax: uint32(e.Limits.LoadBlocks), MatchBlocksMax: uint32(e.Limits.MatchBlocks),
-		WireVersion: session.WireVersion, PeerAddress: e.PeerAddress, Version: e.Version,
+		WireVersion: session.WireVersion, PeerAddress: e.PeerAddress, Version: e.Version, Direct: e.Direct,
 	}}}
 }
 
@@ -145,6 +146,7 @@ func dispatch(s *session.Session, m *pb.SessionRequest) error {
 		r, err := loadOf("accept.load", m.Accept.GetLoad())
 		if err == nil {
 			r.Ticket, err = ticketOf(m.Accept.GetTicket())
+			r.Region, r.BlockIDs = m.Accept.GetRegion(), m.Accept.GetBlockIds()
 		}
 		if err != nil {
 			s.Reject(r.Operation, "accept", err)
@@ -162,6 +164,20 @@ func dispatch(s *session.Session, m *pb.SessionRequest) error {
 			return nil
 		}
 		s.Offer(r)
+	case *pb.SessionRequest_CompleteOffer:
+		id, err := id16("complete_offer.offer_id", m.CompleteOffer.GetOfferId())
+		if err != nil {
+			s.Refuse(err)
+			return nil
+		}
+		s.CompleteOffer(id, lentBlocksOf(m.CompleteOffer))
+	case *pb.SessionRequest_EndOffer:
+		id, err := id16("end_offer.offer_id", m.EndOffer.GetOfferId())
+		if err != nil {
+			s.Refuse(err)
+			return nil
+		}
+		s.EndOffer(id, m.EndOffer.GetReason())
 	case *pb.SessionRequest_ReleaseLease:
 		s.ReleaseLease(m.ReleaseLease.GetRequestIds())
 	case *pb.SessionRequest_UseSpace:
@@ -191,10 +207,12 @@ func (e *Engine) Match(ctx context.Context, r *pb.MatchRequest) (*pb.MatchRespon
 	if err != nil {
 		return nil, statusOf(err)
 	}
-	res, err := s.Match(session.Match{RequestID: r.GetRequestId(), Space: space, Hashes: r.GetHashes(), Lease: ms(r.GetLeaseMs())})
+	res, err := s.Match(ctx, session.Match{RequestID: r.GetRequestId(), Space: space, Hashes: r.GetHashes(), Lease: ms(r.GetLeaseMs()), Peers: r.GetPeers(),
+		Compute: time.Duration(r.GetComputeUs()) * time.Microsecond})
 	if err != nil {
 		return nil, statusOf(err)
 	}
 	n := uint32(res.Blocks)
-	return &pb.MatchResponse{Blocks: n, DramBlocks: n, RestoreUs: uint32(min(res.Restore.Microseconds(), 1<<32-1)), LeaseMs: msOf(res.Lease)}, nil
+	return &pb.MatchResponse{Blocks: n, DramBlocks: n - uint32(res.Peer), RestoreUs: usOf(res.Restore), LeaseMs: msOf(res.Lease), PeerBlocks: uint32(res.Peer),
+		PeerUs: usOf(res.Fetch), PeerReason: res.Reason}, nil
 }

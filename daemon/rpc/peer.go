@@ -36,7 +36,10 @@ type Peer struct {
 // Claim is pb.PeerServer.
 func (p *Peer) Claim(ctx context.Context, r *pb.ClaimRequest) (*pb.ClaimResponse, error) {
 	q := handoff.ClaimRequest{Instance: r.GetInstance(), Rank: r.GetRank(), TP: r.GetTp(), ClaimID: r.GetClaimId(), Hashes: r.GetHashes(), Wait: ms(r.GetWaitMs()),
-		Path: "pool to pool, tcp"}
+		ReadsLent: r.GetReadsLent(), Path: r.GetPath()}
+	if q.Path == "" {
+		q.Path = "pool, tcp"
+	}
 	if r.GetWireVersion() != session.WireVersion {
 		return nil, status.Errorf(codes.Unimplemented, "claim.wire_version: %d: this daemon speaks %d", r.GetWireVersion(), session.WireVersion)
 	}
@@ -58,6 +61,8 @@ func (p *Peer) Claim(ctx context.Context, r *pb.ClaimRequest) (*pb.ClaimResponse
 		return nil, statusOf(invalid("claim.hashes", fmt.Sprintf("%d bytes: must be 1 to %d hashes of 32 bytes", n, p.HashesMax)))
 	case session.ValidateText("claim.instance", q.Instance, 1, 128) != nil:
 		return nil, statusOf(session.ValidateText("claim.instance", q.Instance, 1, 128))
+	case session.ValidateText("claim.path", q.Path, 0, 128) != nil:
+		return nil, statusOf(session.ValidateText("claim.path", q.Path, 0, 128))
 	case q.Wait > claimWaitMax:
 		return nil, statusOf(invalid("claim.wait_ms", "at most 5000"))
 	case q.Rank >= q.TP:
@@ -68,9 +73,70 @@ func (p *Peer) Claim(ctx context.Context, r *pb.ClaimRequest) (*pb.ClaimResponse
 		return nil, statusOf(err)
 	}
 	out := &pb.ClaimResponse{DataAddress: a.DataAddress, DataKey: a.Key[:], Status: make([]byte, len(a.Status)), Offsets: a.Offsets, Crc32C: a.CRC32C,
-		ShardBytes: a.ShardBytes, LeaseMs: msOf(a.Lease), Parents: a.Parents}
+		ShardBytes: a.ShardBytes, LeaseMs: msOf(a.Lease), Parents: a.Parents, Epoch: a.Epoch[:]}
 	for i, s := range a.Status {
 		out.Status[i] = byte(s)
+	}
+	return out, nil
+}
+
+// Confirm is pb.PeerServer.
+func (p *Peer) Confirm(_ context.Context, r *pb.ConfirmRequest) (*pb.ConfirmResponse, error) {
+	if err := p.mine("confirm.epoch", r.GetEpoch()); err != nil {
+		return nil, statusOf(err)
+	}
+	key, err := id16("confirm.data_key", r.GetDataKey())
+	if err != nil {
+		return nil, statusOf(err)
+	}
+	if n := len(r.GetOffsets()); n > p.HashesMax {
+		return nil, statusOf(invalid("confirm.offsets", fmt.Sprintf("%d: at most %d", n, p.HashesMax)))
+	}
+	held, crcs, err := p.Registry.Confirm(key, r.GetOffsets())
+	if err != nil {
+		return nil, statusOf(err)
+	}
+	out := &pb.ConfirmResponse{Held: make([]byte, len(held)), Crc32C: crcs}
+	for i, h := range held {
+		if h {
+			out.Held[i] = 1
+		} else {
+			out.Crc32C[i] = 0
+		}
+	}
+	return out, nil
+}
+
+const fetchLeaseMax = 10 * time.Minute
+
+// Fetch is pb.PeerServer.
+func (p *Peer) Fetch(_ context.Context, r *pb.FetchRequest) (*pb.FetchResponse, error) {
+	if r.GetWireVersion() != session.WireVersion {
+		return nil, status.Errorf(codes.Unimplemented, "fetch.wire_version: %d: this daemon speaks %d", r.GetWireVersion(), session.WireVersion)
+	}
+	q := handoff.FindRequest{Hashes: r.GetHashes(), Instance: r.GetInstance(), TP: r.GetTp(), Lease: ms(r.GetLeaseMs())}
+	var err error
+	if q.Space, err = id32("fetch.space_id", r.GetSpaceId()); err != nil {
+		return nil, statusOf(err)
+	}
+	if err := session.ValidateText("fetch.instance", q.Instance, 1, 128); err != nil {
+		return nil, statusOf(err)
+	}
+	switch n := len(q.Hashes); {
+	case n == 0 || n%kvferry.HashSize != 0 || n/kvferry.HashSize > p.HashesMax:
+		return nil, statusOf(invalid("fetch.hashes", fmt.Sprintf("%d bytes: must be 1 to %d hashes of 32 bytes", n, p.HashesMax)))
+	case q.TP < 1 || q.TP > 4096:
+		return nil, statusOf(invalid("fetch.tp", fmt.Sprintf("%d: must be 1 to 4096", q.TP)))
+	case q.Lease <= 0 || q.Lease > fetchLeaseMax:
+		return nil, statusOf(invalid("fetch.lease_ms", fmt.Sprintf("%v: must be 1 ms to %v", q.Lease, fetchLeaseMax)))
+	}
+	a, err := p.Registry.Fetch(q)
+	if err != nil {
+		return nil, statusOf(err)
+	}
+	out := &pb.FetchResponse{Epoch: a.Epoch[:], Blocks: uint32(a.Blocks), LeaseMs: msOf(a.Lease), ShardBytes: a.ShardBytes}
+	if a.Blocks > 0 {
+		out.OfferId, out.Secret = a.OfferID[:], a.Secret[:]
 	}
 	return out, nil
 }
@@ -188,13 +254,16 @@ func (p *Peers) Claim(ctx context.Context, address string, q handoff.ClaimReques
 	defer cancel()
 	r, err := c.Claim(ctx, &pb.ClaimRequest{
 		WireVersion: session.WireVersion, Epoch: q.Epoch[:], OfferId: q.OfferID[:], Secret: q.Secret[:], Instance: q.Instance, Rank: q.Rank, ClaimId: q.ClaimID,
-		SpaceId: q.Space[:], Hashes: q.Hashes, WaitMs: msOf(q.Wait), Tp: q.TP,
+		SpaceId: q.Space[:], Hashes: q.Hashes, WaitMs: msOf(q.Wait), Tp: q.TP, ReadsLent: q.ReadsLent, Path: q.Path[:min(len(q.Path), 128)],
 	})
 	if err != nil {
 		return handoff.ClaimAnswer{}, peerError(err)
 	}
 	n := len(q.Hashes) / kvferry.HashSize
 	a := handoff.ClaimAnswer{Epoch: q.Epoch, DataAddress: r.GetDataAddress(), Offsets: r.GetOffsets(), CRC32C: r.GetCrc32C(), ShardBytes: r.GetShardBytes(), Lease: ms(r.GetLeaseMs())}
+	if epoch, err := id16("claim.epoch", r.GetEpoch()); err == nil { // older daemons do not tell, and then it was named
+		a.Epoch = epoch
+	}
 	key, err := id16("claim.data_key", r.GetDataKey())
 	if err != nil || len(r.GetStatus()) != n || len(a.Offsets) != n || len(a.CRC32C) != n {
 		return handoff.ClaimAnswer{}, fmt.Errorf("%w: malformed answer of %s", handoff.ErrMismatch, address)
@@ -205,6 +274,61 @@ func (p *Peers) Claim(ctx context.Context, address string, q handoff.ClaimReques
 	}
 	for _, s := range r.GetStatus() {
 		a.Status = append(a.Status, handoff.ClaimStatus(s))
+	}
+	return a, nil
+}
+
+// confirmTimeout and fetchTimeout bound calls that wait for nothing.
+const (
+	confirmTimeout = 2 * time.Second
+	fetchTimeout   = time.Second
+)
+
+// Confirm is handoff.Control.
+func (p *Peers) Confirm(ctx context.Context, address string, epoch kvferry.Epoch, key [16]byte, offsets []uint64) ([]bool, []uint32, error) {
+	c, err := p.client(address)
+	if err != nil {
+		return nil, nil, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, confirmTimeout)
+	defer cancel()
+	r, err := c.Confirm(ctx, &pb.ConfirmRequest{Epoch: epoch[:], DataKey: key[:], Offsets: offsets})
+	if err != nil {
+		return nil, nil, peerError(err)
+	}
+	if len(r.GetHeld()) != len(offsets) || len(r.GetCrc32C()) != len(offsets) {
+		return nil, nil, fmt.Errorf("%w: malformed answer of %s", handoff.ErrMismatch, address)
+	}
+	held := make([]bool, len(offsets))
+	for i, h := range r.GetHeld() {
+		held[i] = h == 1
+	}
+	return held, r.GetCrc32C(), nil
+}
+
+// Fetch is handoff.Control.
+func (p *Peers) Fetch(ctx context.Context, address string, q handoff.FindRequest) (handoff.FindAnswer, error) {
+	c, err := p.client(address)
+	if err != nil {
+		return handoff.FindAnswer{}, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, fetchTimeout)
+	defer cancel()
+	r, err := c.Fetch(ctx, &pb.FetchRequest{WireVersion: session.WireVersion, SpaceId: q.Space[:], Hashes: q.Hashes, Instance: q.Instance, Tp: q.TP, LeaseMs: msOf(q.Lease)})
+	if err != nil {
+		return handoff.FindAnswer{}, peerError(err)
+	}
+	a := handoff.FindAnswer{Blocks: int(r.GetBlocks()), Lease: ms(r.GetLeaseMs()), ShardBytes: r.GetShardBytes()}
+	if a.Blocks == 0 {
+		return a, nil
+	}
+	if a.OfferID, err = id16("fetch.offer_id", r.GetOfferId()); err == nil {
+		if a.Secret, err = id16("fetch.secret", r.GetSecret()); err == nil {
+			a.Epoch, err = id16("fetch.epoch", r.GetEpoch())
+		}
+	}
+	if err != nil || a.Blocks > len(q.Hashes)/kvferry.HashSize {
+		return handoff.FindAnswer{}, fmt.Errorf("%w: malformed answer of %s", handoff.ErrMismatch, address)
 	}
 	return a, nil
 }

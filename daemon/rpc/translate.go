@@ -17,6 +17,8 @@ func ms(v uint32) time.Duration { return time.Duration(v) * time.Millisecond }
 
 func msOf(d time.Duration) uint32 { return uint32(max(0, min(d.Milliseconds(), 1<<32-1))) }
 
+func usOf(d time.Duration) uint32 { return uint32(max(0, min(d.Microseconds(), 1<<32-1))) }
+
 // id16 reads a field of exactly 16 bytes.
 func id16(field string, b []byte) (out [16]byte, err error) {
 	if len(b) != len(out) {
@@ -55,11 +57,12 @@ func helloOf(h *pb.Hello) session.Hello {
 	out := session.Hello{
 		WireVersion: h.GetWireVersion(), Role: session.Role(h.GetRole()), Instance: h.GetInstance(), Rank: h.GetRank(), Ranks: h.GetRanks(), Space: spaceOf(h.GetSpace()),
 		Engine: h.GetEngine(), EngineVersion: h.GetEngineVersion(), ServingAddress: h.GetServingAddress(), Tenant: h.GetTenant(),
+		Generations: h.GetGenerations(), ReadsLent: h.GetReadsLent(),
 	}
 	for _, r := range h.GetRegions() {
-		spec := session.RegionSpec{ID: r.GetId(), Kind: session.RegionKind(r.GetKind()), Bytes: r.GetBytes(), Blocks: r.GetBlocks()}
+		spec := session.RegionSpec{ID: r.GetId(), Kind: session.RegionKind(r.GetKind()), Bytes: r.GetBytes(), Blocks: r.GetBlocks(), Writable: r.GetWritable()}
 		for _, p := range r.GetPlanes() {
-			spec.Planes = append(spec.Planes, session.Plane{Base: p.GetBase(), Stride: p.GetStride(), Bytes: p.GetBytes()})
+			spec.Planes = append(spec.Planes, kvferry.Plane{Base: p.GetBase(), Stride: p.GetStride(), Bytes: p.GetBytes()})
 		}
 		out.Regions = append(out.Regions, spec)
 	}
@@ -110,7 +113,7 @@ func ticketOf(b []byte) (*handoff.Ticket, error) {
 }
 
 func offerOf(m *pb.Offer) (session.Offer, error) {
-	o := session.Offer{RequestID: m.GetRequestId(), Hashes: m.GetHashes(), Tokens: m.GetTokens(), Lifetime: ms(m.GetLifetimeMs())}
+	o := session.Offer{RequestID: m.GetRequestId(), Hashes: m.GetHashes(), Tokens: m.GetTokens(), Lifetime: ms(m.GetLifetimeMs()), OpenEnded: m.GetOpenEnded(), Blocks: lentBlocksOf(m)}
 	var err error
 	if o.ID, err = id16("offer.offer_id", m.GetOfferId()); err != nil {
 		return o, err
@@ -120,6 +123,26 @@ func offerOf(m *pb.Offer) (session.Offer, error) {
 	}
 	o.Space, err = id32("offer.space_id", m.GetSpaceId())
 	return o, err
+}
+
+// lentBlocksOf reads what Offer and CompleteOffer have in common.
+func lentBlocksOf(m interface {
+	GetRegion() uint32
+	GetBlockIds() []uint32
+	GetGenerations() []uint64
+}) handoff.LentBlocks {
+	return handoff.LentBlocks{Region: m.GetRegion(), IDs: m.GetBlockIds(), Generations: m.GetGenerations()}
+}
+
+func lentProto(l *session.LentView) *pb.Lent {
+	if l == nil {
+		return nil
+	}
+	out := &pb.Lent{Handle: l.Handle, Token: l.Token[:], Bytes: l.Bytes, Blocks: l.Blocks, Generations: l.Generations}
+	for _, p := range l.Planes {
+		out.Planes = append(out.Planes, &pb.Plane{Base: p.Base, Stride: p.Stride, Bytes: p.Bytes})
+	}
+	return out
 }
 
 // response is an event as it goes to the process.
@@ -136,8 +159,12 @@ func response(e session.Event) *pb.SessionResponse {
 	case session.LoadResult:
 		return &pb.SessionResponse{Message: &pb.SessionResponse_LoadResult{LoadResult: &pb.LoadResult{
 			Operation: e.Operation, First: e.First, Status: e.Status, Offsets: e.Offsets, HeaderOffsets: e.HeaderOffsets, Generations: e.Generations,
-			Crc32C: e.CRC32C, ShardBytes: e.ShardBytes, Last: e.Last,
+			Crc32C: e.CRC32C, ShardBytes: e.ShardBytes, Last: e.Last, Source: e.Source, Lent: lentProto(e.Lent),
 		}}}
+	case session.OfferServed:
+		return &pb.SessionResponse{Message: &pb.SessionResponse_OfferServed{OfferServed: &pb.OfferServed{OfferId: e.ID[:], Reason: e.Reason}}}
+	case session.LentGone:
+		return &pb.SessionResponse{Message: &pb.SessionResponse_LentGone{LentGone: &pb.LentGone{Handle: e.Handle}}}
 	case session.Refused:
 		f := &pb.Refused{Reason: e.Err.Error(), Code: uint32(Code(e.Err))}
 		if fe, ok := e.Err.(*session.FieldError); ok {

@@ -2,9 +2,9 @@ package session
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -17,27 +17,79 @@ import (
 )
 
 // Attach maps the descriptors that a process passed and makes its session ready. fds run beside entries; all of them stay the caller's.
-// It answers the descriptors that the process gets: the pool (read-only), which stays the daemon's, and the operation words, which the caller closes.
-func (m *Manager) Attach(token [16]byte, cred Credentials, entries []uint32, fds []*os.File) (pool, wordsFile *os.File, err error) {
+// It answers the descriptors that the process gets, which the caller closes.
+func (m *Manager) Attach(token [16]byte, cred Credentials, entries []uint32, fds []*os.File) (Descriptors, error) {
 	s := m.takeToken(token)
 	if s == nil {
-		return nil, nil, fieldErr(ErrNotFound, "token", "unknown, used or expired")
+		return Descriptors{}, fieldErr(ErrNotFound, "token", "unknown, used or expired")
 	}
 	if cred.UID != s.cred.UID {
 		s.cancel(fmt.Errorf("%w: descriptors came from uid %d", ErrDenied, cred.UID))
-		return nil, nil, fieldErr(ErrDenied, "uid", "%d is not the session's (%d)", cred.UID, s.cred.UID)
+		return Descriptors{}, fieldErr(ErrDenied, "uid", "%d is not the session's (%d)", cred.UID, s.cred.UID)
 	}
-	if err := s.attach(cred, entries, fds); err != nil {
-		s.cancel(fmt.Errorf("attach: %w", err))
-		return nil, nil, err
+	d, err := Descriptors{}, s.attach(cred, entries, fds)
+	if err == nil {
+		d, err = s.descriptors()
 	}
-	if wordsFile, err = s.dupWords(); err != nil {
+	if err != nil {
 		s.cancel(fmt.Errorf("attach: %w", err))
-		return nil, nil, err
+		return Descriptors{}, err
 	}
 	s.log.Info("session attached")
 	s.send(Attached{})
-	return m.cfg.PoolFile, wordsFile, nil
+	return d, nil
+}
+
+// Descriptors are handed to a process, and closed after that.
+type Descriptors struct {
+	Entries []uint32
+	Files   []*os.File
+}
+
+func (d *Descriptors) add(entry uint32, open func() (*os.File, error)) error {
+	f, err := open()
+	if err != nil {
+		d.Close()
+		return err
+	}
+	d.Entries, d.Files = append(d.Entries, entry), append(d.Files, f)
+	return nil
+}
+
+// Close closes them here.
+func (d *Descriptors) Close() {
+	for _, f := range d.Files {
+		_ = f.Close()
+	}
+	d.Files = nil
+}
+
+// descriptors are what the process gets: the pool (read-only), its operation words, and where it lends memory to be written, our pidfd, which tells it when nobody can write any more.
+func (s *Session) descriptors() (d Descriptors, err error) {
+	err = d.add(entryPool, func() (*os.File, error) { return dup(s.m.cfg.PoolFile) })
+	if err == nil {
+		err = d.add(entryWords, s.dupWords)
+	}
+	if err == nil && s.m.cfg.Direct && slices.ContainsFunc(s.hello.Regions, func(r RegionSpec) bool { return r.Writable }) {
+		err = d.add(entryDaemon, ownPidfd)
+	}
+	return d, err
+}
+
+func ownPidfd() (*os.File, error) {
+	fd, err := unix.PidfdOpen(os.Getpid(), 0)
+	if err != nil {
+		return nil, fmt.Errorf("open own pidfd: %w", err)
+	}
+	return os.NewFile(uintptr(fd), "pidfd"), nil
+}
+
+func dup(f *os.File) (*os.File, error) {
+	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("duplicate descriptor: %w", err)
+	}
+	return os.NewFile(uintptr(fd), f.Name()), nil
 }
 
 func (s *Session) attach(cred Credentials, entries []uint32, fds []*os.File) error {
@@ -55,8 +107,12 @@ func (s *Session) attach(cred Credentials, entries []uint32, fds []*os.File) err
 	if pidfd == nil {
 		return invalid("entries", "no pidfd")
 	}
-	if len(entries) != len(s.hello.Regions)+1 {
-		return invalid("entries", "%d descriptors: must be a pidfd and one for each of the %d regions", len(entries), len(s.hello.Regions))
+	wanted := len(s.hello.Regions) + 1
+	if s.hello.Generations > 0 {
+		wanted++
+	}
+	if len(entries) != wanted {
+		return invalid("entries", "%d descriptors: must be a pidfd, one for each of the %d regions, and the generation table that hello.generations tells of", len(entries), len(s.hello.Regions))
 	}
 	if err := checkPidfd(pidfd, cred.PID); err != nil {
 		return err
@@ -75,38 +131,49 @@ func (s *Session) attach(cred Credentials, entries []uint32, fds []*os.File) err
 		}
 		regions[spec.ID] = r
 	}
+	table, err := s.openTable(byEntry[entryGenerations])
+	if err != nil {
+		closeRegions(regions)
+		return err
+	}
 	if err := s.watch(pidfd); err != nil {
 		closeRegions(regions)
+		table.close()
 		return err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closing {
 		closeRegions(regions)
+		table.close()
 		return fmt.Errorf("attach: %w: the session is closing", ErrState)
 	}
 	s.expiry.Stop()
-	s.regions, s.ready = regions, true
+	s.regions, s.table, s.ready = regions, table, true
 	return nil
 }
 
 func closeRegions(rs map[uint32]*region) {
 	for _, r := range rs {
-		_ = r.mapping.Close()
+		r.lent.close()
 	}
 }
 
 func (s *Session) openRegion(spec RegionSpec, fd *os.File) (*region, error) {
-	m, err := gpu.OpenHost(fd, spec.Bytes)
+	field := fmt.Sprintf("regions[%d]", spec.ID)
+	l, err := openLent(field, fd, spec.Bytes, gpu.Read)
 	if err != nil {
-		kind := ErrInvalid
-		if errors.Is(err, gpu.ErrNotSupported) {
-			kind = ErrUnsupported
-		}
-		return nil, &FieldError{Field: fmt.Sprintf("regions[%d]", spec.ID), Reason: err.Error(), kind: kind}
+		return nil, err
 	}
-	mem := transport.Memory{ID: s.m.newRegionID(), Bytes: m.Bytes()}
-	return &region{spec: spec, mapping: m, memory: mem, copier: s.m.cfg.NewCopier(s.m.cfg.Pool, mem)}, nil
+	r := &region{spec: spec, lent: l, memory: transport.Memory{ID: s.m.newRegionID(), Bytes: l.mapping.Bytes()}}
+	r.copier = s.m.cfg.NewCopier(s.m.cfg.Pool, r.memory)
+	if spec.Writable && s.m.cfg.Direct {
+		if r.target, err = openLent(field, fd, spec.Bytes, gpu.ReadWrite); err != nil {
+			l.close()
+			return nil, err
+		}
+	}
+	return r, nil
 }
 
 // dupWords is a descriptor of the words that outlives the session.
@@ -116,18 +183,14 @@ func (s *Session) dupWords() (*os.File, error) {
 	if s.closing {
 		return nil, fmt.Errorf("%w: the session is closing", ErrState)
 	}
-	fd, err := unix.FcntlInt(s.wordsMap.file.Fd(), unix.F_DUPFD_CLOEXEC, 0)
-	if err != nil {
-		return nil, fmt.Errorf("duplicate operation words: %w", err)
-	}
-	return os.NewFile(uintptr(fd), "kvferry-words"), nil
+	return dup(s.wordsMap.file)
 }
 
 // segments are where a block's planes lie.
 func (r *region) segments(block uint32) []kvferry.Segment {
 	out := make([]kvferry.Segment, len(r.spec.Planes))
 	for i, p := range r.spec.Planes {
-		out[i] = kvferry.Segment{Region: r.memory.ID, Offset: p.Base + uint64(block)*p.Stride, Length: p.Bytes}
+		out[i] = p.Segment(r.memory.ID, block)
 	}
 	return out
 }

@@ -24,6 +24,10 @@ const (
 	entryPidfd        = 0xffffffff
 	entryPool         = 0xfffffffe
 	entryWords        = 0xfffffffd
+	entryGenerations  = 0xfffffffc // of a scheduler's blocks
+	entryDaemon       = 0xfffffffb // our own pidfd
+	entryLent         = 0xfffffffa // memory of another worker
+	entryFirst        = entryLent  // no region has a number from here on
 
 	descriptorTimeout = 5 * time.Second
 	descriptorConns   = 64
@@ -47,8 +51,8 @@ func parseDescriptorRequest(b []byte) (descriptorRequest, error) {
 		return r, fieldErr(ErrUnsupported, "version", "%d: this daemon speaks %d", v, descriptorVersion)
 	}
 	n := binary.LittleEndian.Uint16(b[6:])
-	if n < 1 || n > descriptorsMax {
-		return r, invalid("count", "%d: must be 1 to %d", n, descriptorsMax)
+	if n > descriptorsMax {
+		return r, invalid("count", "%d: must be 0 to %d", n, descriptorsMax)
 	}
 	copy(r.token[:], b[8:24])
 	for i := range int(n) {
@@ -118,26 +122,30 @@ func (m *Manager) ServeDescriptors(ctx context.Context, l *net.UnixListener, cod
 
 func (m *Manager) serveDescriptors(c *net.UnixConn, code func(error) uint32, log *slog.Logger) {
 	_ = c.SetDeadline(time.Now().Add(descriptorTimeout))
-	pool, wordsFile, err := m.receiveDescriptors(c)
+	d, err := m.receiveDescriptors(c)
 	if err != nil {
 		m.cfg.Counters.Add("attach", "refused", 1)
 		log.Warn("descriptors refused", "error", err)
 		_, _ = c.Write(descriptorAnswer(code(err), err.Error()))
 		return
 	}
-	defer func() { _ = wordsFile.Close() }()
+	defer d.Close()
 	m.cfg.Counters.Add("attach", "ok", 1)
-	b := descriptorAnswer(0, "", entryPool, entryWords)
-	rights := unix.UnixRights(int(pool.Fd()), int(wordsFile.Fd()))
+	b := descriptorAnswer(0, "", d.Entries...)
+	var fds []int
+	for _, f := range d.Files {
+		fds = append(fds, int(f.Fd()))
+	}
+	rights := unix.UnixRights(fds...)
 	if _, _, err := c.WriteMsgUnix(b, rights, nil); err != nil {
 		log.Warn("answer descriptors", "error", err) // the session's stream ends, or its token expires
 	}
 }
 
-func (m *Manager) receiveDescriptors(c *net.UnixConn) (pool, wordsFile *os.File, err error) {
+func (m *Manager) receiveDescriptors(c *net.UnixConn) (Descriptors, error) {
 	cred, err := PeerCredentials(c)
 	if err != nil {
-		return nil, nil, err
+		return Descriptors{}, err
 	}
 	b := make([]byte, requestBytes+1)
 	oob := make([]byte, unix.CmsgSpace(4*(descriptorsMax+1)))
@@ -149,17 +157,20 @@ func (m *Manager) receiveDescriptors(c *net.UnixConn) (pool, wordsFile *os.File,
 		}
 	}()
 	if err != nil {
-		return nil, nil, fmt.Errorf("read descriptors: %w", err)
+		return Descriptors{}, fmt.Errorf("read descriptors: %w", err)
 	}
 	if ferr != nil {
-		return nil, nil, ferr
+		return Descriptors{}, ferr
 	}
 	if flags&(unix.MSG_TRUNC|unix.MSG_CTRUNC) != 0 {
-		return nil, nil, invalid("length", "packet was cut: %d bytes or more, %d descriptors or more", n, len(fds))
+		return Descriptors{}, invalid("length", "packet was cut: %d bytes or more, %d descriptors or more", n, len(fds))
 	}
 	r, err := parseDescriptorRequest(b[:n])
 	if err != nil {
-		return nil, nil, err
+		return Descriptors{}, err
+	}
+	if len(r.entries) == 0 {
+		return m.lentDescriptors(r.token, cred)
 	}
 	return m.Attach(r.token, cred, r.entries, fds)
 }

@@ -46,18 +46,24 @@ func validateHello(h Hello) error {
 	if h.Space.PP > 1 {
 		return fieldErr(ErrUnsupported, "hello.space.pp", "pipeline parallel engines (pp=%d) are not supported yet", h.Space.PP)
 	}
+	if h.Generations > blocksMax {
+		return invalid("hello.generations", "%d: must be at most 2^30", h.Generations)
+	}
 	if h.Role == Scheduler {
 		if len(h.Regions) > 0 {
 			return invalid("hello.regions", "a scheduler lends no memory")
 		}
 		return nil
 	}
+	if h.Generations > 0 {
+		return invalid("hello.generations", "only a scheduler has a generation table")
+	}
 	if len(h.Regions) == 0 || len(h.Regions) > regionsMax {
 		return invalid("hello.regions", "%d: must be 1 to %d", len(h.Regions), regionsMax)
 	}
 	seen := map[uint32]bool{}
 	for _, r := range h.Regions {
-		if seen[r.ID] || r.ID >= entryWords {
+		if seen[r.ID] || r.ID >= entryFirst {
 			return invalid("hello.regions.id", "%d: not unique or reserved", r.ID)
 		}
 		seen[r.ID] = true
@@ -82,6 +88,9 @@ func validateSpace(prefix string, s kvferry.Space) error {
 func validateRegion(r RegionSpec) error {
 	if r.Kind != SharedHost && r.Kind != Staging {
 		return fieldErr(ErrUnsupported, "hello.regions.kind", "region %d: not a kind that this daemon can open", r.ID)
+	}
+	if r.Writable && r.Kind != SharedHost {
+		return invalid("hello.regions.writable", "region %d: only the engine's own memory may be written", r.ID)
 	}
 	if r.Bytes < 1 || r.Bytes > regionBytesMax {
 		return invalid("hello.regions.bytes", "region %d: %d: must be 1 to 2^46", r.ID, r.Bytes)

@@ -2,8 +2,6 @@ package session
 
 import (
 	"context"
-	"maps"
-	"slices"
 	"time"
 
 	"github.com/kvferry/kvferry"
@@ -45,6 +43,9 @@ func (s *Session) Load(r Load) {
 	o.timer = time.AfterFunc(r.Deadline, func() { o.endLoad(OutcomeExpired, "not released by its deadline") })
 	o.mu.Unlock()
 	if r.Ticket == nil {
+		r.Ticket, o.found = s.m.found(s.hello.Instance, r.RequestID, r.Space)
+	}
+	if r.Ticket == nil {
 		a := &answer{o: o, space: space, hashes: r.Hashes, until: time.Now().Add(r.Deadline)}
 		a.send(all(r.Hashes), true)
 		return
@@ -69,6 +70,11 @@ func (s *Session) checkLoad(kind string, r Load) (tiers.SpaceRef, error) {
 	if err != nil {
 		return 0, err
 	}
+	if r.BlockIDs != nil {
+		if err := s.checkLentBlocks(r); err != nil {
+			return 0, err
+		}
+	}
 	if t := r.Ticket; t != nil {
 		if t.Space != r.Space {
 			return 0, invalid("accept.ticket.space_id", "%v, this worker's is %v: see kvferry spaces diff", t.Space, r.Space)
@@ -80,59 +86,15 @@ func (s *Session) checkLoad(kind string, r Load) (tiers.SpaceRef, error) {
 	return ref, nil
 }
 
-// accept answers for what is here at once, then for what the ticket names as it comes into the pool.
-func (o *operation) accept(ctx context.Context, space tiers.SpaceRef, r Load) {
-	s := o.s
-	a := &answer{o: o, space: space, hashes: r.Hashes, until: time.Now().Add(r.Deadline), why: make([]BlockStatus, len(r.Hashes)/kvferry.HashSize)}
-	here, _ := s.m.cfg.Ledger.Await(space, s.shard(), r.Hashes)
-	var local, at []int
-	var missing []byte
-	for i, state := range here {
-		if state == tiers.SlotResident {
-			local = append(local, i)
-			continue
-		}
-		missing = append(missing, r.Hashes[i*kvferry.HashSize:][:kvferry.HashSize]...)
-		at = append(at, i)
-	}
-	s.m.cfg.Counters.Add("accept_blocks", "local", len(local))
-	shape := s.shape
-	shape.ID = r.Space
-	q := handoff.FetchRequest{
-		Ticket: *r.Ticket, Instance: s.hello.Instance, Rank: s.hello.Rank, TP: s.hello.Space.TP, ClaimID: s.ID<<32 ^ o.number,
-		Space: space, Shape: shape, Shard: s.shard(), Hashes: missing,
-	}
-	if len(missing) == 0 {
-		q.Hashes = r.Hashes
-		s.m.cfg.Fetcher.Settle(q)
-		a.send(local, true)
-		return
-	}
-	a.send(local, false)
-	rest := map[int]bool{}
-	for _, i := range at {
-		rest[i] = true
-	}
-	q.Arrived = func(part []int) {
-		come := make([]int, len(part))
-		for k, i := range part {
-			come[k] = at[i]
-			delete(rest, at[i])
-		}
-		a.send(come, false)
-	}
-	for i, st := range s.m.cfg.Fetcher.Fetch(ctx, q) {
-		a.why[at[i]] = statusOf(st)
-	}
-	a.send(slices.Sorted(maps.Keys(rest)), true)
-}
-
 // answer tells a Load's process where its blocks lie, in as many parts as they come in. It is used by one goroutine.
 type answer struct {
 	o      *operation
 	space  tiers.SpaceRef
 	hashes []byte        // of the whole Load
 	why    []BlockStatus // reasons for blocks that are not there; nil: they are misses
+	from   []Source      // nil: all from the pool
+	lent   []handoff.LentPlace
+	memory *handoff.Lent
 	until  time.Time
 	hits   int
 }
@@ -146,15 +108,25 @@ func all(hashes []byte) []int {
 	return out
 }
 
-// send pins the blocks at these rising indexes and tells where they lie. last: nothing comes after them.
+func (a *answer) source(i int) Source {
+	if a.from == nil {
+		return InPool
+	}
+	return a.from[i]
+}
+
+// send pins the blocks at these rising indexes that are in the pool, and tells where all of them lie. last: nothing comes after them.
 func (a *answer) send(at []int, last bool) {
 	o, s := a.o, a.o.s
 	if len(at) == 0 && !last {
 		return
 	}
-	hashes := make([]byte, 0, len(at)*kvferry.HashSize)
-	for _, i := range at {
-		hashes = append(hashes, a.hashes[i*kvferry.HashSize:][:kvferry.HashSize]...)
+	var pooled []int
+	var hashes []byte
+	for k, i := range at {
+		if a.source(i) == InPool {
+			pooled, hashes = append(pooled, k), append(hashes, a.hashes[i*kvferry.HashSize:][:kvferry.HashSize]...)
+		}
 	}
 	pin, err := s.m.cfg.Ledger.Pin(time.Now(), s.owner(), a.space, s.shard(), hashes, a.until)
 	if err != nil {
@@ -170,11 +142,16 @@ func (a *answer) send(at []int, last bool) {
 	o.holds = append(o.holds, pin.Hold)
 	o.places, o.hashes, o.space = append(o.places, pin.Places...), append(o.hashes, hashes...), a.space
 	o.mu.Unlock()
+	places := make([]tiers.Place, len(at))
+	for n, k := range pooled {
+		places[k] = pin.Places[n]
+	}
+	hits := pin.Hits + len(at) - len(pooled)
 	s.mu.Lock()
-	s.loadedN += uint64(pin.Hits)
+	s.loadedN += uint64(hits)
 	s.mu.Unlock()
-	a.hits += pin.Hits
-	a.sendParts(at, pin.Places, last)
+	a.hits += hits
+	a.sendParts(at, places, last)
 	if last {
 		s.wordsMap.decide(o.word, o.number, WordCommitted, OutcomeCommitted, uint32(a.hits))
 	}
@@ -194,17 +171,11 @@ func (a *answer) sendParts(at []int, places []tiers.Place, last bool) {
 		}
 		r := LoadResult{Operation: a.o.number, First: uint32(at[from]), Last: last && to == len(at), ShardBytes: a.o.s.shape.ShardBytes}
 		for k := from; k < to; k++ {
-			st, p := Ready, places[k]
-			if p.Slot == 0 {
-				st = Miss
-				if a.why != nil && a.why[at[k]] > Ready {
-					st = a.why[at[k]]
-				}
-			}
-			count[st]++
-			r.Status = append(r.Status, byte(st))
-			r.Offsets, r.HeaderOffsets = append(r.Offsets, p.Offset), append(r.HeaderOffsets, p.HeaderOffset)
-			r.Generations, r.CRC32C = append(r.Generations, uint64(p.Generation)), append(r.CRC32C, p.CRC32C)
+			count[a.add(&r, at[k], places[k])]++
+		}
+		if err := a.addMemory(&r); err != nil {
+			a.o.endLoad(OutcomeBusy, err.Error())
+			return
 		}
 		a.o.s.send(r)
 		from = to
@@ -214,15 +185,53 @@ func (a *answer) sendParts(at []int, places []tiers.Place, last bool) {
 	}
 }
 
-// endLoad gives the pins of a Load back and ends it. Only the first call does something.
+// add tells of block i.
+func (a *answer) add(r *LoadResult, i int, p tiers.Place) BlockStatus {
+	st, from := Ready, a.source(i)
+	offset, generation, crc := p.Offset, uint64(p.Generation), p.CRC32C
+	switch {
+	case from == InLent || from == InLentUnchecked:
+		offset, generation, crc = uint64(a.lent[i].Block), a.lent[i].Generation, a.lent[i].CRC32C
+	case from == InPool && p.Slot == 0:
+		st = Miss
+		if a.why != nil && a.why[i] > Ready {
+			st = a.why[i]
+		}
+	}
+	r.Status, r.Source = append(r.Status, byte(st)), append(r.Source, byte(from))
+	r.Offsets, r.HeaderOffsets = append(r.Offsets, offset), append(r.HeaderOffsets, p.HeaderOffset)
+	r.Generations, r.CRC32C = append(r.Generations, generation), append(r.CRC32C, crc)
+	if st == Ready {
+		a.o.s.m.cfg.Counters.Add("ready_blocks", from.String(), 1)
+	}
+	return st
+}
+
+// addMemory tells how to map the memory that blocks of the result are lent in. A result all of whose blocks are in the pool does not speak of sources.
+func (a *answer) addMemory(r *LoadResult) (err error) {
+	pool, lent := true, false
+	for _, f := range r.Source {
+		pool = pool && Source(f) == InPool
+		lent = lent || Source(f) == InLent || Source(f) == InLentUnchecked
+	}
+	if pool {
+		r.Source = nil
+	}
+	if lent {
+		r.Lent, err = a.o.s.m.lentView(a.o.s, a.memory)
+	}
+	return err
+}
+
+// endLoad gives the pins of a Load back and ends it; it is finished when nothing writes into its blocks any more. Only the first call does something.
 func (o *operation) endLoad(out Outcome, reason string) {
 	o.mu.Lock()
 	if o.ended {
 		o.mu.Unlock()
 		return
 	}
-	o.ended = true
-	holds := o.holds
+	o.ended, o.outcome, o.reason = true, out, reason
+	holds, reads, quiet := o.holds, o.reads, o.writes == 0
 	if o.timer != nil {
 		o.timer.Stop()
 	}
@@ -233,10 +242,15 @@ func (o *operation) endLoad(out Outcome, reason string) {
 	for _, h := range holds {
 		o.s.m.cfg.Ledger.Unpin(h)
 	}
+	if reads != nil {
+		reads()
+	}
 	if out != OutcomeCommitted {
 		o.s.wordsMap.decide(o.word, o.number, WordFailed, out, 0)
 	}
-	o.finish(out, reason, 0, 0)
+	if quiet {
+		o.finish(out, reason, 0, 0)
+	}
 }
 
 // Release ends Loads: the process has copied, or no longer wants to. wrong counts blocks whose generation or checksum did not hold: those operations' blocks are read again here,
@@ -318,99 +332,6 @@ func (s *Session) Revoke(operations []uint64) {
 			t.End(mover.Revoked)
 		}
 	}
-}
-
-// Match answers how much of a prompt is resident, and leases it.
-func (s *Session) Match(r Match) (MatchResult, error) {
-	limits := s.m.cfg.Limits
-	if err := ValidateText("match.request_id", r.RequestID, 1, 256); err != nil {
-		return MatchResult{}, err
-	}
-	if _, err := validateHashes("match.hashes", r.Hashes, 0, limits.MatchBlocks); err != nil {
-		return MatchResult{}, err
-	}
-	lease := r.Lease
-	if lease == 0 {
-		lease = limits.LeaseDefault
-	}
-	if lease < 0 || lease > limits.LeaseMax {
-		return MatchResult{}, invalid("match.lease_ms", "%v: must be at most %v", lease, limits.LeaseMax)
-	}
-	if _, err := s.spaceRef("match.space_id", r.Space); err != nil {
-		return MatchResult{}, err
-	}
-	if !s.begin() {
-		return MatchResult{}, fieldErr(ErrState, "session_id", "the session is closing")
-	}
-	defer s.quiet.Done()
-	ref, shape, ok := s.m.cfg.Ledger.FindSpace(r.Space)
-	if !ok {
-		s.m.cfg.Ledger.Missed(len(r.Hashes) / kvferry.HashSize)
-		return MatchResult{}, nil
-	}
-	now := time.Now()
-	res := s.m.cfg.Ledger.Match(now, s.owner(), r.RequestID, ref, r.Hashes, now.Add(lease))
-	out := MatchResult{Blocks: res.Blocks}
-	if res.Leased {
-		out.Lease = lease
-	}
-	if rate := s.m.cfg.Local.Rate(); rate > 0 { // ranks load side by side
-		out.Restore = time.Duration(float64(res.Blocks) * float64(shape.ShardBytes) / rate * float64(time.Second))
-	}
-	return out, nil
-}
-
-// ReleaseLease gives back what Match leased.
-func (s *Session) ReleaseLease(requests []string) {
-	if len(requests) > 4096 {
-		s.send(Refused{invalid("release_lease.request_ids", "%d: at most 4096", len(requests))})
-		return
-	}
-	for _, r := range requests {
-		s.m.cfg.Ledger.ReleaseKey(s.owner(), r)
-	}
-}
-
-// Offer registers an offer of this engine.
-func (s *Session) Offer(r Offer) {
-	if err := s.checkOffer(&r); err != nil {
-		s.send(Refused{err})
-		return
-	}
-	err := s.m.cfg.Offers.Register(s.owner(), handoff.Offer{
-		ID: r.ID, Secret: r.Secret, Space: r.Space, RequestID: r.RequestID, Instance: s.hello.Instance, TP: s.hello.Space.TP, Hashes: r.Hashes,
-		Tokens: r.Tokens, Lifetime: r.Lifetime,
-	})
-	if err != nil {
-		s.send(Refused{err})
-	}
-}
-
-func (s *Session) checkOffer(r *Offer) error {
-	limits := s.m.cfg.Limits
-	if s.hello.Role != Scheduler {
-		return fieldErr(ErrState, "offer", "only a scheduler's session offers")
-	}
-	if s.m.isDraining() {
-		return fieldErr(ErrLimit, "offer", "the daemon is draining")
-	}
-	if _, err := validateHashes("offer.hashes", r.Hashes, 1, limits.LoadBlocks); err != nil {
-		return err
-	}
-	if err := ValidateText("offer.request_id", r.RequestID, 0, 256); err != nil {
-		return err
-	}
-	if r.Tokens < 1 || r.Tokens >= 1<<31 {
-		return invalid("offer.tokens", "%d: must be 1 to 2^31-1", r.Tokens)
-	}
-	if r.Lifetime == 0 {
-		r.Lifetime = limits.OfferLifetime
-	}
-	if r.Lifetime < 0 || r.Lifetime > time.Hour {
-		return invalid("offer.lifetime_ms", "%v: must be at most an hour", r.Lifetime)
-	}
-	_, err := s.spaceRef("offer.space_id", r.Space)
-	return err
 }
 
 // copyOf is the copy that fills a slot from these segments.

@@ -61,6 +61,8 @@ type Config struct {
 	Limits   Limits
 	Counters *counters.Set
 	Log      *slog.Logger
+	// Direct: blocks may be written straight into workers' memory, because a watchdog ends this process when it freezes.
+	Direct bool
 	// Allowed tells whether a uid may attach.
 	Allowed func(uid uint32) bool
 	// NewCopier makes the copier from lent memory into the pool. The simulation has its own.
@@ -80,6 +82,8 @@ type Manager struct {
 	last     uint64
 	regions  kvferry.RegionID
 	draining bool
+	lendings lendings
+	finds    finds
 }
 
 // New makes a manager without sessions.

@@ -31,16 +31,15 @@ const (
 	Staging
 )
 
-// Plane places one layer of every block of a region: block b has its bytes at Base + b*Stride.
-type Plane struct{ Base, Stride, Bytes uint64 }
-
 // RegionSpec declares memory that a worker will lend.
 type RegionSpec struct {
 	ID     uint32
 	Kind   RegionKind
 	Bytes  uint64
 	Blocks uint32
-	Planes []Plane
+	Planes []kvferry.Plane
+	// Writable: the daemon may write into blocks that an Accept lends.
+	Writable bool
 }
 
 // Hello opens a session.
@@ -55,6 +54,8 @@ type Hello struct {
 	EngineVersion  string
 	ServingAddress string
 	Tenant         string
+	Generations    uint32 // of a scheduler: entries of its block generation table; 0: it has none
+	ReadsLent      bool   // of a worker: it can copy from other workers' memory
 }
 
 // Store asks for blocks of a region to be copied into the pool. Hashes and Parents are packed.
@@ -79,6 +80,8 @@ type Load struct {
 	Hashes    []byte
 	Deadline  time.Duration
 	Ticket    *handoff.Ticket
+	Region    uint32   // of BlockIDs
+	BlockIDs  []uint32 // that the daemon may write; with a Ticket only. Nil: none
 }
 
 // Offer registers a prompt's KV to be claimed.
@@ -90,6 +93,8 @@ type Offer struct {
 	Hashes    []byte
 	Tokens    uint32
 	Lifetime  time.Duration
+	OpenEnded bool
+	Blocks    handoff.LentBlocks
 }
 
 // Match asks for the longest resident prefix.
@@ -98,6 +103,8 @@ type Match struct {
 	Space     kvferry.SpaceID
 	Hashes    []byte
 	Lease     time.Duration
+	Peers     []string      // Peer services of nodes that may have more, likeliest first
+	Compute   time.Duration // of a block, as the engine measured it; 0: not known
 }
 
 // MatchResult answers a Match.
@@ -105,6 +112,24 @@ type MatchResult struct {
 	Blocks  int
 	Lease   time.Duration // 0: nothing was leased
 	Restore time.Duration // estimate for loading them; 0 while no copy has been measured
+	Peer    int           // of the blocks, those that a Load fetches from a peer first: the last
+	Fetch   time.Duration // estimate for that
+	Reason  string        // why peers' blocks count or do not; empty: none was asked
+}
+
+// Source is where a block that is Ready is to be had. The numbers are those of the protocol.
+type Source uint8
+
+// The sources.
+const (
+	InPool Source = iota
+	InLent
+	InLentUnchecked
+	Delivered
+)
+
+func (s Source) String() string {
+	return [...]string{"pool", "lent", "lent", "delivered"}[min(int(s), 3)]
 }
 
 // BlockStatus is the answer to a block of a Load. The numbers are those of the protocol.
@@ -126,7 +151,7 @@ func (s BlockStatus) String() string {
 // statusOf is what a fetch's result is to a Load.
 func statusOf(s handoff.FetchStatus) BlockStatus {
 	switch s {
-	case handoff.Fetched:
+	case handoff.Fetched, handoff.Delivered, handoff.Readable:
 		return Ready
 	case handoff.NotThere:
 		return Miss
@@ -180,7 +205,28 @@ type LoadResult struct {
 	CRC32C        []uint32
 	ShardBytes    uint64
 	Last          bool
+	Source        []byte    // nil: all InPool
+	Lent          *LentView // where blocks are InLent
 }
+
+// LentView is what a process needs to map another worker's memory.
+type LentView struct {
+	Handle      uint64
+	Token       [16]byte
+	Bytes       uint64
+	Blocks      uint32
+	Planes      []kvferry.Plane
+	Generations uint32
+}
+
+// OfferServed: nobody reads the worker's blocks for this offer any more.
+type OfferServed struct {
+	ID     [16]byte
+	Reason string
+}
+
+// LentGone: whoever has mapped this memory unmaps it.
+type LentGone struct{ Handle uint64 }
 
 // SpaceReady answers UseSpace.
 type SpaceReady struct {
@@ -200,3 +246,5 @@ func (LoadResult) event()   {}
 func (SpaceReady) event()   {}
 func (Refused) event()      {}
 func (Draining) event()     {}
+func (OfferServed) event()  {}
+func (LentGone) event()     {}

@@ -26,6 +26,11 @@ type operation struct {
 	space    tiers.SpaceRef  // load
 	timer    *time.Timer     // load: deadline
 	stop     context.CancelFunc
+	writes   int                   // accept: transfers into lent blocks that are not quiet
+	reads    func()                // accept: gives back what the process reads of another worker's memory
+	found    map[kvferry.Hash]bool // load: the only blocks that a look-up has found at a peer; nil: none was
+	outcome  Outcome
+	reason   string
 }
 
 // startOperation checks what all operations have in common and takes the word. The process has put the operation into its word before.
@@ -67,6 +72,7 @@ func (s *Session) startOperation(kind string, number uint64, word uint32) (*oper
 // finish ends an operation that is quiet: its word may be used again. It is called once.
 func (o *operation) finish(out Outcome, reason string, stored, present int) {
 	s := o.s
+	s.wordsMap.quiet(o.word, o.number)
 	s.mu.Lock()
 	delete(s.operations, o.number)
 	delete(s.words, o.word)

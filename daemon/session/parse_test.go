@@ -38,7 +38,7 @@ func FuzzRegion(f *testing.F) {
 	f.Add(uint64(1<<20), uint32(16), uint64(0), uint64(4096), uint64(4096))
 	f.Add(uint64(1<<46), uint32(1<<30), uint64(1<<63), uint64(1<<62), uint64(1))
 	f.Fuzz(func(t *testing.T, bytes uint64, blocks uint32, base, stride, n uint64) {
-		r := RegionSpec{ID: 1, Kind: SharedHost, Bytes: bytes, Blocks: blocks, Planes: []Plane{{base, stride, n}}}
+		r := RegionSpec{ID: 1, Kind: SharedHost, Bytes: bytes, Blocks: blocks, Planes: []kvferry.Plane{{Base: base, Stride: stride, Bytes: n}}}
 		if err := validateRegion(r); err != nil {
 			if !errors.Is(err, ErrInvalid) {
 				t.Error(err)

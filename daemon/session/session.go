@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/kvferry/kvferry"
-	"github.com/kvferry/kvferry/gpu"
 	"github.com/kvferry/kvferry/tiers"
 	"github.com/kvferry/kvferry/transport"
 )
@@ -49,6 +48,7 @@ type Session struct {
 	spaces     map[kvferry.SpaceID]tiers.SpaceRef // for a scheduler, the value is not used
 	order      []kvferry.SpaceID                  // of spaces, oldest first
 	retired    []tiers.SpaceRef                   // that are no longer in spaces, and not given back yet
+	table      *lent                              // of a scheduler: its block generations; nil: it has none
 	operations map[uint64]*operation
 	words      map[uint32]uint64 // word → operation
 	lastOp     uint64
@@ -62,10 +62,11 @@ type Session struct {
 
 // region is lent memory, mapped.
 type region struct {
-	spec    RegionSpec
-	mapping *gpu.Mapping
-	memory  transport.Memory
-	copier  transport.Copier // from here into the pool, resolved once
+	spec   RegionSpec
+	lent   *lent // for reading
+	target *lent // for writing into blocks that an Accept lends; nil: never
+	memory transport.Memory
+	copier transport.Copier // from here into the pool, resolved once
 }
 
 // Hello is what the process said of itself.
@@ -278,6 +279,7 @@ func (s *Session) Close(reason error) {
 	// The newest first: what waits for its turn is not to get it from one that was ended before it.
 	slices.SortFunc(running, func(x, y *operation) int { return cmp.Compare(y.number, x.number) })
 	s.m.remove(s)
+	s.m.unlend(s)
 	if s.expiry != nil {
 		s.expiry.Stop()
 	}
@@ -313,11 +315,11 @@ func (s *Session) reclaim() {
 	defer s.mu.Unlock()
 	for _, r := range s.regions {
 		_ = r.copier.Close()
-		if err := r.mapping.Close(); err != nil {
-			s.log.Error("unmap region", "region", r.spec.ID, "error", err)
-		}
+		r.lent.close()
+		r.target.close()
 	}
-	s.regions = nil
+	s.table.close()
+	s.regions, s.table = nil, nil
 	if s.hello.Role == Worker {
 		for _, ref := range s.spaces {
 			s.m.cfg.Ledger.ReleaseSpace(ref)

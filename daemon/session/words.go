@@ -77,6 +77,11 @@ func (w *words) decide(i uint32, operation uint64, s WordState, reason Outcome, 
 	return atomic.CompareAndSwapUint64(w.at(i), packWord(operation, WordPending), packWord(operation, s))
 }
 
+// quiet tells the process that nothing of the operation touches its memory any more.
+func (w *words) quiet(i uint32, operation uint64) {
+	atomic.StoreUint64((*uint64)(unsafe.Pointer(&w.mem[int(i)*wordBytes+16])), operation)
+}
+
 func (w *words) close() {
 	if w.mem != nil {
 		_ = unix.Munmap(w.mem)

@@ -18,11 +18,14 @@ type book struct {
 	mu     sync.Mutex
 	offers map[[16]byte]*bookOffer
 	claims map[[16]byte]*bookClaim // by key
-	names  map[bookName][16]byte   // of the claims that are alive, and of some that are not
+	finds  int
+	names  map[bookName][16]byte // of the claims that are alive, and of some that are not
 }
 
 type bookOffer struct {
 	handoff.Ticket
+	label   string // what the seed knows it by
+	router  bool   // a ticket need not name the epoch
 	ranks   uint32
 	hashes  []byte
 	claimer string          // the first instance that got it
@@ -33,13 +36,14 @@ type bookOffer struct {
 type bookName struct {
 	epoch    kvferry.Epoch
 	offer    [16]byte
+	label    string // of the offer
 	instance string
 	rank     uint32
 	id       uint64
 }
 
 func (n bookName) String() string {
-	return fmt.Sprintf("%x %s %d %d", n.offer[:4], n.instance, n.rank, n.id)
+	return fmt.Sprintf("%s %s %d %d", n.label, n.instance, n.rank, n.id)
 }
 
 type bookClaim struct {
@@ -47,14 +51,26 @@ type bookClaim struct {
 	until time.Time
 	ended bool
 	lies  map[uint64][]byte // what must lie at an offset as long as it is read under this claim
+	lent  map[uint64][]byte // what lies at an offset unless its engine has used the block again
 }
 
 func newBook() *book {
 	return &book{offers: map[[16]byte]*bookOffer{}, claims: map[[16]byte]*bookClaim{}, names: map[bookName][16]byte{}}
 }
 
-func nameOf(q handoff.ClaimRequest) bookName {
-	return bookName{q.Epoch, q.OfferID, q.Instance, q.Rank, q.ClaimID}
+// nameOf is a claim's name. Of an offer that the router named, the epoch is the one that its node has now.
+func (b *book) nameOf(q handoff.ClaimRequest) bookName {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.nameOfLocked(q)
+}
+
+func (b *book) nameOfLocked(q handoff.ClaimRequest) bookName {
+	n := bookName{epoch: q.Epoch, offer: q.OfferID, instance: q.Instance, rank: q.Rank, id: q.ClaimID}
+	if o := b.offers[q.OfferID]; o != nil {
+		n.label, n.epoch = o.label, o.Epoch
+	}
+	return n
 }
 
 // claimed writes down an answer of a registry, and says whether it is one to a repeated claim and what is wrong with it.
@@ -63,7 +79,7 @@ func (b *book) claimed(d *daemon, q handoff.ClaimRequest, a handoff.ClaimAnswer)
 	defer b.mu.Unlock()
 	o := b.offers[q.OfferID]
 	switch {
-	case o == nil || o.Epoch != d.epoch || q.Epoch != d.epoch:
+	case o == nil || o.Epoch != d.epoch || q.Epoch != d.epoch && !(o.router && q.Epoch == kvferry.Epoch{}):
 		return false, fmt.Errorf("a claim of an offer of another epoch was granted")
 	case o.Secret != q.Secret || o.ranks != q.TP || o.Space != q.Space || !inOrder(q.Hashes, o.hashes):
 		return false, fmt.Errorf("a claim was granted that does not fit its offer")
@@ -71,18 +87,24 @@ func (b *book) claimed(d *daemon, q handoff.ClaimRequest, a handoff.ClaimAnswer)
 		return false, fmt.Errorf("offer %x was granted to %s and to %s", o.OfferID[:4], o.claimer, q.Instance)
 	}
 	o.claimer = q.Instance
-	now, name := time.Now(), nameOf(q)
+	now, name := time.Now(), b.nameOfLocked(q)
 	old := b.claims[b.names[name]]
 	again = old != nil && !old.ended && old.until.After(now)
 	if again && b.names[name] != a.Key {
 		return false, fmt.Errorf("claim %v was made twice", name)
 	}
-	c := &bookClaim{name: name, until: now.Add(a.Lease), lies: map[uint64][]byte{}}
+	c := &bookClaim{name: name, until: now.Add(a.Lease), lies: map[uint64][]byte{}, lent: map[uint64][]byte{}}
+	if again {
+		maps.Copy(c.lent, old.lent)
+	}
 	for i, st := range a.Status {
+		want := content(kvferry.Hash(q.Hashes[i*kvferry.HashSize:]), q.TP, q.Rank)
+		if st == handoff.InLent {
+			c.lent[a.Offsets[i]] = want
+		}
 		if st != handoff.Stored {
 			continue
 		}
-		want := content(kvferry.Hash(q.Hashes[i*kvferry.HashSize:]), q.TP, q.Rank)
 		if string(d.memory.Bytes[a.Offsets[i]:][:a.ShardBytes]) != string(want) {
 			return false, fmt.Errorf("claim %v points at wrong bytes", name)
 		}
@@ -101,6 +123,23 @@ func inOrder(some, all []byte) bool {
 		all = all[kvferry.HashSize:]
 	}
 	return len(some) == 0
+}
+
+// lent tells whether what was confirmed to be at an offset is what was offered there.
+func (b *book) lent(key [16]byte, offset uint64, crc uint32) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	c := b.claims[key]
+	return c != nil && crc == crcOf(c.lent[offset])
+}
+
+// found writes down an offer that a look-up made.
+func (b *book) found(address string, q handoff.FindRequest, a handoff.FindAnswer) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	t := handoff.Ticket{Addresses: []string{address}, OfferID: a.OfferID, Secret: a.Secret, Epoch: a.Epoch, Space: q.Space}
+	b.finds++
+	b.offers[a.OfferID] = &bookOffer{Ticket: t, label: fmt.Sprintf("find %d", b.finds), ranks: q.TP, hashes: q.Hashes[:a.Blocks*kvferry.HashSize], claimer: q.Instance, ended: map[uint32]bool{}}
 }
 
 // renewed: a claim was renewed or read under.
@@ -132,7 +171,7 @@ func (b *book) done(offer [16]byte) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for _, c := range b.claims {
-		if c.name.offer == offer && !c.ended {
+		if c.name.offer == offer && !c.ended && c.until.After(time.Now()) {
 			return false
 		}
 	}

@@ -94,21 +94,22 @@ func (p *proc) attach() {
 		entries, fds = append(entries, 1), append(fds, p.file)
 		spec := session.RegionSpec{ID: 1, Kind: session.SharedHost, Bytes: blocksOfWorker * shardBytes, Blocks: blocksOfWorker}
 		for i := range uint64(planes) {
-			spec.Planes = append(spec.Planes, session.Plane{Base: i * blocksOfWorker * planeBytes, Stride: planeBytes, Bytes: planeBytes})
+			spec.Planes = append(spec.Planes, kvferry.Plane{Base: i * blocksOfWorker * planeBytes, Stride: planeBytes, Bytes: planeBytes})
 		}
 		h.Regions = []session.RegionSpec{spec}
 	}
 	if p.s, err = d.sessions.Open(h, cred); err != nil {
 		w.fatalf("open session: %v", err)
 	}
-	poolFile, words, err := d.sessions.Attach(p.s.Token(), cred, entries, fds)
+	got, err := d.sessions.Attach(p.s.Token(), cred, entries, fds)
 	if err != nil {
 		w.fatalf("attach: %v", err)
 	}
 	p.unmap(&p.pool)
-	p.pool = w.mmap(poolFile, len(d.memory.Bytes), unix.PROT_READ)
-	p.words = w.mmap(words, session.WordsPerSession*64, unix.PROT_READ|unix.PROT_WRITE)
-	_, _ = pidfd.Close(), words.Close()
+	p.pool = w.mmap(got.Files[0], len(d.memory.Bytes), unix.PROT_READ)
+	p.words = w.mmap(got.Files[1], session.WordsPerSession*64, unix.PROT_READ|unix.PROT_WRITE)
+	got.Close()
+	_ = pidfd.Close()
 }
 
 func (w *world) mmap(f *os.File, n, prot int) []byte {

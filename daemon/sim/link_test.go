@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"time"
 
@@ -104,9 +105,8 @@ func (c *peerCopier) copy(ctx context.Context, batch []transport.Copy) error {
 
 // one reads a shard: in pieces, while the peer holds the claim.
 func (c *peerCopier) one(ctx context.Context, r *rand.Rand, one *transport.Copy) error {
-	l := c.link
-	net := l.d.node.w.net
-	if err := l.travel(ctx, net.delay(r), l.d.node, l.to); err != nil {
+	l, w := c.link, c.link.d.node.w
+	if err := l.travel(ctx, w.net.delay(r), l.d.node, l.to); err != nil {
 		return err
 	}
 	to := l.to.now()
@@ -115,52 +115,74 @@ func (c *peerCopier) one(ctx context.Context, r *rand.Rand, one *transport.Copy)
 	}
 	grant, err := to.registry.Acquire(l.epoch, c.key)
 	if err != nil {
-		l.d.node.w.saw("reads refused", 1)
+		w.saw("reads refused", 1)
 		return fmt.Errorf("%w: %v", transport.ErrRefused, err)
 	}
 	defer grant.Release()
-	claim := l.d.node.w.book.renewed(c.key)
+	claim := w.book.renewed(c.key)
 	if claim == nil {
 		return fmt.Errorf("%w: a claim that is not in the book", transport.ErrRefused)
 	}
-	src, dst := one.Src[0], one.Dst[0]
-	from, err := grant.Bytes(src.Offset, src.Length)
+	from, err := grant.Append(nil, one.Src[0].Offset, one.Src[0].Length)
 	if err != nil {
 		return fmt.Errorf("%w: %v", transport.ErrRefused, err)
 	}
-	into, err := c.dst.Slice(dst)
-	if err != nil {
+	into := make([][]byte, len(one.Dst))
+	for i, s := range one.Dst {
+		if into[i], err = c.dst.Slice(s); err != nil {
+			return err
+		}
+	}
+	want := claim.lies[one.Src[0].Offset] // nil: lent, and the engine may use it again at any moment
+	if err := c.pieces(ctx, r, to, into, from, want); err != nil {
 		return err
 	}
-	want := claim.lies[src.Offset]
-	for n := len(from); len(from) > 0; {
-		piece := min(len(from), 1+r.IntN(n))
+	one.CRC32C, one.Err = w.mutation.checksum(slices.Concat(into...), want), nil
+	w.saw("blocks over the network", 1)
+	if want == nil {
+		w.saw("lent blocks over the network", 1)
+	}
+	if c.dst.ID != l.d.memory.ID {
+		w.saw("blocks into worker memory", 1)
+	}
+	return nil
+}
+
+// pieces brings the bytes over, as they are when their turn comes.
+func (c *peerCopier) pieces(ctx context.Context, r *rand.Rand, to *daemon, into, from [][]byte, want []byte) error {
+	l, w := c.link, c.link.d.node.w
+	for at, f, t := 0, 0, 0; len(from) > 0; {
+		piece := min(len(from[0])-f, len(into[0])-t, 1+r.IntN(shardBytes/2))
 		if err := c.trouble(ctx, r); err != nil {
 			return err
 		}
-		if err := l.travel(ctx, net.delay(r)*time.Duration(net.now().pace)/8, l.to, l.d.node); err != nil {
+		if err := l.travel(ctx, w.net.delay(r)*time.Duration(w.net.now().pace)/8, l.to, l.d.node); err != nil {
 			if errors.Is(err, errDead) {
-				l.d.node.w.saw("crashes of who reads", 1)
+				w.saw("crashes of who reads", 1)
 			}
 			return err
 		}
 		if to.ctx.Err() != nil {
-			l.d.node.w.saw("crashes of who is read", 1)
+			w.saw("crashes of who is read", 1)
 			return fmt.Errorf("%w: connection reset", transport.ErrLink)
 		}
-		if string(from[:piece]) != string(want[:piece]) {
-			l.d.node.w.breaks("%s: a slot was used again while it was read under a claim", l.to.name)
+		came := from[0][f : f+piece]
+		if want != nil && string(came) != string(want[at:at+piece]) {
+			w.breaks("%s: a slot was used again while it was read under a claim", l.to.name)
 		}
-		copy(into, from[:piece])
-		if chance(r, net.now().flips) {
-			into[r.IntN(piece)] ^= 1 << r.IntN(8)
-			l.d.node.w.saw("flips", 1)
+		copy(into[0][t:], came)
+		if chance(r, w.net.now().flips) {
+			into[0][t+r.IntN(piece)] ^= 1 << r.IntN(8)
+			w.saw("flips", 1)
 		}
-		from, into, want = from[piece:], into[piece:], want[piece:]
+		at, f, t = at+piece, f+piece, t+piece
+		if f == len(from[0]) {
+			from, f = from[1:], 0
+		}
+		if t == len(into[0]) {
+			into, t = into[1:], 0
+		}
 	}
-	whole, _ := c.dst.Slice(dst)
-	one.CRC32C, one.Err = l.d.node.w.mutation.checksum(whole, claim.lies[src.Offset]), nil
-	l.d.node.w.saw("blocks over the network", 1)
 	return nil
 }
 

@@ -51,7 +51,7 @@ type newClaims struct{ *control }
 
 // Claim is handoff.Control.
 func (c *newClaims) Claim(ctx context.Context, address string, q handoff.ClaimRequest) (handoff.ClaimAnswer, error) {
-	return call(ctx, c.d, address, "claim "+nameOf(q).String(), func(ctx context.Context, to *daemon) (handoff.ClaimAnswer, error) {
+	return call(ctx, c.d, address, "claim "+c.d.node.w.book.nameOf(q).String(), func(ctx context.Context, to *daemon) (handoff.ClaimAnswer, error) {
 		another := q
 		another.ClaimID = rand.Uint64()
 		return to.claim(ctx, another, q)
@@ -60,7 +60,7 @@ func (c *newClaims) Claim(ctx context.Context, address string, q handoff.ClaimRe
 
 // checksum is what a copier says it has computed.
 func (m mutation) checksum(came, sent []byte) uint32 {
-	if m == noChecksum {
+	if m == noChecksum && sent != nil {
 		return crcOf(sent)
 	}
 	return crcOf(came)

@@ -32,7 +32,7 @@ type weather struct {
 func newNetwork(w *world) *network {
 	n := &network{w: w}
 	if bad := w.r.IntN(4); bad > 0 { // else only what the steps do to it
-		n.weather = weather{lost: 12 * bad, resets: 8 * bad, twice: 60 * bad, slow: 8 * bad, flips: 4 * bad, breaks: 2 * bad, hangs: 2 * bad}
+		n.weather = weather{lost: 12 * bad, resets: 8 * bad, twice: 60 * bad, slow: 8 * bad, flips: 4 * bad, breaks: 6 * bad, hangs: 2 * bad}
 	}
 	n.weather.pace = 1 + w.r.IntN(16)
 	return n
@@ -218,7 +218,7 @@ type control struct{ d *daemon }
 func (c *control) Claim(ctx context.Context, address string, q handoff.ClaimRequest) (handoff.ClaimAnswer, error) {
 	ctx, cancel := context.WithTimeout(ctx, q.Wait+time.Second)
 	defer cancel()
-	return call(ctx, c.d, address, "claim "+nameOf(q).String(), func(ctx context.Context, to *daemon) (handoff.ClaimAnswer, error) {
+	return call(ctx, c.d, address, "claim "+c.d.node.w.book.nameOf(q).String(), func(ctx context.Context, to *daemon) (handoff.ClaimAnswer, error) {
 		ctx, cancel := context.WithTimeout(ctx, q.Wait+time.Second)
 		defer cancel()
 		return to.claim(ctx, q, q)
@@ -230,6 +230,8 @@ func (d *daemon) claim(ctx context.Context, q, meant handoff.ClaimRequest) (hand
 	w := d.node.w
 	a, err := d.registry.Claim(ctx, q)
 	switch {
+	case err == nil && a.Key == [16]byte{}: // not heard of yet
+		w.saw("claims before the offer", 1)
 	case err == nil && d.ctx.Err() == nil:
 		again, err := w.book.claimed(d, meant, a)
 		if err != nil {
@@ -248,6 +250,49 @@ func (d *daemon) claim(ctx context.Context, q, meant handoff.ClaimRequest) (hand
 		w.saw("refused: tp", 1) // nothing else of what the simulation asks for does not fit
 	}
 	return a, err
+}
+
+// Confirm is handoff.Control.
+func (c *control) Confirm(ctx context.Context, address string, epoch kvferry.Epoch, key [16]byte, offsets []uint64) ([]bool, []uint32, error) {
+	type proof struct {
+		held []bool
+		crcs []uint32
+	}
+	ctx, cancel := context.WithTimeout(ctx, confirmTimeout)
+	defer cancel()
+	p, err := call(ctx, c.d, address, "confirm "+c.d.node.w.book.name(key), func(_ context.Context, to *daemon) (p proof, err error) {
+		if to.epoch != epoch {
+			return p, handoff.ErrUnknown
+		}
+		w := to.node.w
+		w.book.renewed(key)
+		if p.held, p.crcs, err = to.registry.Confirm(key, offsets); err != nil {
+			return p, err
+		}
+		for i, held := range p.held {
+			if !held {
+				w.saw("stale reads refused", 1)
+			} else if !w.book.lent(key, offsets[i], p.crcs[i]) {
+				w.breaks("%s: a block is said to be what it was lent as, and is not", to.node.name)
+			}
+		}
+		return p, nil
+	})
+	return p.held, p.crcs, err
+}
+
+// confirmTimeout is rpc's.
+const confirmTimeout = 5 * time.Second
+
+// Fetch is handoff.Control.
+func (c *control) Fetch(ctx context.Context, address string, q handoff.FindRequest) (handoff.FindAnswer, error) {
+	return call(ctx, c.d, address, "fetch "+q.Instance, func(_ context.Context, to *daemon) (handoff.FindAnswer, error) {
+		a, err := to.registry.Fetch(q)
+		if err == nil && a.Blocks > 0 {
+			to.node.w.book.found(address, q, a)
+		}
+		return a, err
+	})
 }
 
 // Renew is handoff.Control.

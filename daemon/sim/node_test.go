@@ -86,9 +86,15 @@ func (n *node) start() {
 	d.registry = handoff.NewRegistry(handoff.Config{
 		Epoch: d.epoch, Ledger: d.ledger, Pool: d.memory, DataAddress: n.name + "/data", Limits: offers, Counters: &d.counters, Log: log,
 		Owners: d.owner,
+		Lend: func(scheduler tiers.Owner, instance string, rank, region uint32, offered time.Time) (*handoff.Lent, error) {
+			return d.sessions.Lend(scheduler, instance, rank, region, offered)
+		},
+		Served: func(instance string, rank uint32, offer [16]byte, reason string) {
+			d.sessions.Served(instance, rank, offer, reason)
+		},
 	})
 	d.fetcher = handoff.NewFetcher(handoff.FetcherConfig{
-		Epoch: d.epoch, Ledger: d.ledger, Pool: d.memory, Registry: d.registry, Control: n.w.mutation.control(&control{d}), NewLink: d.newLink, Resolve: n.resolve,
+		Epoch: d.epoch, Address: n.name, Ledger: d.ledger, Pool: d.memory, Registry: d.registry, Control: n.w.mutation.control(&control{d}), NewLink: d.newLink, Resolve: n.resolve,
 		Counters: &d.counters, Log: log, Peers: 4,
 	})
 	limits := session.DefaultLimits

@@ -266,7 +266,7 @@ func (w *world) match(n *node) {
 	}
 	blocks, request := chain(w.r), string(rune('a'+w.r.IntN(3)))
 	p.matched[request] = true
-	r, err := p.s.Match(session.Match{RequestID: request, Space: p.space, Hashes: tierstest.Pack(blocks), Lease: time.Duration(1+w.r.IntN(5000)) * time.Millisecond})
+	r, err := p.s.Match(w.t.Context(), session.Match{RequestID: request, Space: p.space, Hashes: tierstest.Pack(blocks), Lease: time.Duration(1+w.r.IntN(5000)) * time.Millisecond})
 	if err != nil || r.Blocks > len(blocks) {
 		w.fatalf("%s: match: %+v %v", p.name, r, err)
 	}

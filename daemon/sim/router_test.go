@@ -2,6 +2,8 @@ package sim
 
 import (
 	"errors"
+	"fmt"
+	"slices"
 	"time"
 
 	"github.com/kvferry/kvferry"
@@ -71,7 +73,7 @@ func (w *world) offer(s *proc, blocks []tiers.Block) {
 func (b *book) offer(t handoff.Ticket, ranks uint32, hashes []byte) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.offers[t.OfferID] = &bookOffer{Ticket: t, ranks: ranks, hashes: hashes, ended: map[uint32]bool{}}
+	b.offers[t.OfferID] = &bookOffer{Ticket: t, label: fmt.Sprintf("%x", t.OfferID[:4]), ranks: ranks, hashes: hashes, ended: map[uint32]bool{}}
 }
 
 // deliver has an engine of this node accept a ticket: most often one of the other node, and of its own tp.
@@ -179,10 +181,11 @@ func (w *world) readClaim() {
 		if st != handoff.Stored {
 			continue
 		}
-		b, err := g.Bytes(c.answer.Offsets[k], c.answer.ShardBytes)
+		parts, err := g.Append(nil, c.answer.Offsets[k], c.answer.ShardBytes)
 		if err != nil {
 			continue // a later claim of the same id has taken its place
 		}
+		b := slices.Concat(parts...)
 		if crcOf(b) == c.answer.CRC32C[k] {
 			if string(b) != string(content(c.hashes[k].Hash, c.ranks, c.rank)) {
 				w.fatalf("a claim was served wrong bytes")

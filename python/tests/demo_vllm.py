@@ -3,14 +3,13 @@
 import pathlib
 import sys
 import tempfile
-import threading
 import time
 
 from api_server import ApiServer, complete
-from daemon import free_port, wait_for
+from daemon import wait_for
 from nodes import TwoNodes
-from pd_proxy import serve
 from prompts import prompts
+from proxy import Proxy
 from tiny_model import make_model
 
 PROMPT_TOKENS = 6000
@@ -61,11 +60,9 @@ def main() -> int:
                     settle()
                     loaded = prefill.complete(prompt, ANSWER_TOKENS)
                     progress.say("the same prompt again: loaded; now through the proxy: prefill on node a, decode on node b")
-                    proxy = serve(free_port(), prefill.url, decode.url)
-                    threading.Thread(target=proxy.serve_forever, daemon=True).start()
-                    settle()
-                    handed_over = complete(f"http://127.0.0.1:{proxy.server_port}", prompt, ANSWER_TOKENS)
-                    proxy.shutdown()
+                    with Proxy(directory, [prefill.url], [decode.url]) as proxy:
+                        settle()
+                        handed_over = complete(proxy.url, prompt, ANSWER_TOKENS)
                     return report(progress, nodes, decode, cold, loaded, handed_over)
 
 

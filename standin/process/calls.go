@@ -52,6 +52,29 @@ func (w *Worker) ReleaseLease(ctx context.Context, requestID string) error {
 }
 
 // Offer offers and returns the ticket.
-func (w *Worker) Offer(ctx context.Context, a OfferArgs) ([]byte, error) {
-	return call[OfferArgs, []byte](ctx, w, "Offer", a)
+func (w *Worker) Offer(ctx context.Context, r standin.OfferRequest) ([]byte, error) {
+	return call[standin.OfferRequest, []byte](ctx, w, "Offer", r)
+}
+
+// Complete completes an open-ended offer.
+func (w *Worker) Complete(ctx context.Context, a CompleteArgs) error {
+	_, err := call[CompleteArgs, struct{}](ctx, w, "Complete", a)
+	return err
+}
+
+// EndOffer takes an offer back.
+func (w *Worker) EndOffer(ctx context.Context, offer [16]byte) error {
+	_, err := call[[16]byte, struct{}](ctx, w, "EndOffer", offer)
+	return err
+}
+
+// Served waits until an offer's blocks may be used again.
+func (w *Worker) Served(ctx context.Context, offer [16]byte) (string, error) {
+	return call[[16]byte, string](ctx, w, "Served", offer)
+}
+
+// Bump raises the generations of blocks.
+func (w *Worker) Bump(ctx context.Context, blocks []uint32) error {
+	_, err := call[[]uint32, struct{}](ctx, w, "Bump", blocks)
+	return err
 }

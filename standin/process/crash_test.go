@@ -52,7 +52,7 @@ func live(ctx context.Context, w *Worker, random *rand.Rand) error {
 		if _, err := w.Match(ctx, MatchArgs{RequestID: fmt.Sprint("m", which), Hashes: hashes, LeaseMs: 600_000}); err != nil {
 			return err
 		}
-		if _, err := w.Offer(ctx, OfferArgs{RequestID: "o", Hashes: hashes, Tokens: 512, LifetimeMs: 600_000}); err != nil {
+		if _, err := w.Offer(ctx, standin.OfferRequest{RequestID: "o", Hashes: hashes, Tokens: 512, LifetimeMs: 600_000}); err != nil {
 			return err
 		}
 		r, err := w.Load(ctx, standin.LoadRequest{RequestID: "r", Blocks: numbers(32, 32), Hashes: hashes})

@@ -11,6 +11,7 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 
@@ -114,6 +115,17 @@ func (n *Node) Status(ctx context.Context) (*kvferryv1.StatusResponse, error) {
 
 // Pid is the daemon's process id.
 func (n *Node) Pid() int { return n.cmd.Process.Pid }
+
+// Freeze stops the daemon (SIGSTOP), and returns when it has stopped.
+func (n *Node) Freeze() error {
+	if err := syscall.Kill(n.Pid(), syscall.SIGSTOP); err != nil {
+		return fmt.Errorf("freeze daemon: %w", err)
+	}
+	if err := unix.Waitid(unix.P_PID, n.Pid(), nil, unix.WSTOPPED|unix.WNOWAIT, nil); err != nil {
+		return fmt.Errorf("wait for daemon to be frozen: %w", err)
+	}
+	return nil
+}
 
 // Dead is closed when the daemon has ended.
 func (n *Node) Dead() <-chan struct{} { return n.dead }

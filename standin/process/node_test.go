@@ -3,7 +3,6 @@ package process
 import (
 	"fmt"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 )
@@ -56,7 +55,7 @@ func TestFrozenEnds(t *testing.T) {
 	if err := w.Attach(t.Context(), AttachArgs{SocketsDir: n.SocketsDir(), Instance: "e", Shape: small}); err != nil {
 		t.Fatal(err)
 	}
-	if err := syscall.Kill(n.Pid(), syscall.SIGSTOP); err != nil {
+	if err := n.Freeze(); err != nil {
 		t.Fatal(err)
 	}
 	hashes, _ := promptOf(4, 1)

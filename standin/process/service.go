@@ -20,6 +20,7 @@ type Service struct {
 	memory    *standin.Memory
 	worker    *standin.Session
 	scheduler *standin.Session
+	table     *standin.Table
 	scratch   scratch
 }
 
@@ -29,6 +30,7 @@ type AttachArgs struct {
 	Instance   string
 	Shape      standin.Shape
 	Staging    bool
+	Pooled     bool // neither reads lent memory nor lends
 }
 
 // Space is the space of all stand-ins of one shape.
@@ -50,7 +52,7 @@ func (s *Service) Attach(a AttachArgs, _ *struct{}) error {
 	if err != nil {
 		return err
 	}
-	c := standin.Config{SocketsDir: a.SocketsDir, Role: kvferryv1.Role_ROLE_WORKER, Instance: a.Instance, Space: Space(a.Shape), Memory: m}
+	c := standin.Config{SocketsDir: a.SocketsDir, Role: kvferryv1.Role_ROLE_WORKER, Instance: a.Instance, Space: Space(a.Shape), Memory: m, Pooled: a.Pooled}
 	if a.Staging {
 		c.Kind = kvferryv1.RegionKind_REGION_KIND_STAGING
 	}
@@ -60,13 +62,21 @@ func (s *Service) Attach(a AttachArgs, _ *struct{}) error {
 		return err
 	}
 	c.Role, c.Memory, c.Kind = kvferryv1.Role_ROLE_SCHEDULER, nil, 0
-	sched, err := standin.Attach(ctx, c)
+	table, err := standin.NewTable(a.Shape.Blocks)
 	if err != nil {
 		_ = w.Close()
 		_ = m.Close()
 		return err
 	}
-	s.memory, s.worker, s.scheduler = m, w, sched
+	c.Table = table
+	sched, err := standin.Attach(ctx, c)
+	if err != nil {
+		_ = table.Close()
+		_ = w.Close()
+		_ = m.Close()
+		return err
+	}
+	s.memory, s.worker, s.scheduler, s.table = m, w, sched, table
 	return nil
 }
 
@@ -86,6 +96,7 @@ func (s *Service) close() {
 	if s.memory != nil {
 		_ = s.scheduler.Close()
 		_ = s.worker.Close()
+		_ = s.table.Close()
 		_ = s.memory.Close()
 		if s.scratch.memory != nil {
 			_ = s.scratch.memory.Close()
@@ -235,20 +246,57 @@ func (s *Service) ReleaseLease(requestID string, _ *struct{}) error {
 	return s.scheduler.ReleaseLease(requestID)
 }
 
-// OfferArgs offers a prompt.
-type OfferArgs struct {
-	RequestID  string
-	Hashes     []kvferry.Hash
-	Tokens     uint32
-	LifetimeMs uint32
-}
-
 // Offer offers on the scheduler session and answers the ticket.
-func (s *Service) Offer(a OfferArgs, ticket *[]byte) error {
+func (s *Service) Offer(a standin.OfferRequest, ticket *[]byte) error {
 	_, _, scheduler, err := s.parts()
 	if err != nil {
 		return err
 	}
-	*ticket, err = scheduler.Offer(a.RequestID, a.Hashes, a.Tokens, a.LifetimeMs)
+	*ticket, err = scheduler.Offer(a)
 	return err
+}
+
+// CompleteArgs completes an open-ended offer.
+type CompleteArgs struct {
+	Offer  [16]byte
+	Blocks []uint32
+}
+
+// Complete completes an open-ended offer.
+func (s *Service) Complete(a CompleteArgs, _ *struct{}) error {
+	_, _, scheduler, err := s.parts()
+	if err != nil {
+		return err
+	}
+	return scheduler.Complete(a.Offer, a.Blocks)
+}
+
+// EndOffer takes an offer back.
+func (s *Service) EndOffer(offer [16]byte, _ *struct{}) error {
+	_, _, scheduler, err := s.parts()
+	if err != nil {
+		return err
+	}
+	return scheduler.EndOffer(offer, "aborted")
+}
+
+// Served waits until the worker may use an offer's blocks again, and answers why.
+func (s *Service) Served(offer [16]byte, reason *string) error {
+	_, worker, _, err := s.parts()
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), callTimeout)
+	defer cancel()
+	*reason, err = worker.Served(ctx, offer)
+	return err
+}
+
+// Bump raises the generations of blocks that are about to be written.
+func (s *Service) Bump(blocks []uint32, _ *struct{}) error {
+	if _, _, _, err := s.parts(); err != nil {
+		return err
+	}
+	s.table.Bump(blocks...)
+	return nil
 }

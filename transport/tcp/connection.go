@@ -142,12 +142,11 @@ func (c *connection) gather() status {
 	}
 	c.held = append(c.held, grant)
 	for _, s := range c.request.spans {
-		b, err := grant.Bytes(s.offset, s.length)
-		if err != nil || uint64(len(b)) != s.length {
-			return statusOutOfRange
+		if s.length == 0 {
+			continue
 		}
-		if len(b) > 0 {
-			c.parts = append(c.parts, b)
+		if c.parts, err = grant.Append(c.parts, s.offset, s.length); err != nil {
+			return statusOutOfRange
 		}
 	}
 	return statusOK

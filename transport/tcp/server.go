@@ -21,8 +21,8 @@ type Grants interface {
 
 // Grant is a claim that is held.
 type Grant interface {
-	// Bytes is the pool's memory at [off, off+length), or an error where the claim does not cover all of it. It is read until Release.
-	Bytes(off, length uint64) ([]byte, error)
+	// Append adds the memory of [off, off+length), which may lie in several pieces, or fails where the claim does not cover all of it. It is read until Release.
+	Append(parts [][]byte, off, length uint64) ([][]byte, error)
 	Release()
 }
 

@@ -43,8 +43,12 @@ func (g *grants) Acquire(epoch kvferry.Epoch, key [16]byte) (Grant, error) {
 	return g, nil
 }
 
-func (g *grants) Bytes(off, n uint64) ([]byte, error) {
-	return transport.Memory{Bytes: g.memory}.Slice(kvferry.Segment{Offset: off, Length: n})
+func (g *grants) Append(parts [][]byte, off, n uint64) ([][]byte, error) {
+	b, err := transport.Memory{Bytes: g.memory}.Slice(kvferry.Segment{Offset: off, Length: n})
+	if err == nil && n > 1 { // in two pieces, as lent blocks are
+		parts, b = append(parts, b[:n/2]), b[n/2:]
+	}
+	return append(parts, b), err
 }
 
 func (g *grants) Release() { g.held.Add(-1) }

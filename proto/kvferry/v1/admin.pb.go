@@ -1212,8 +1212,10 @@ type OfferInfo struct {
 	Tokens        uint32                 `protobuf:"varint,7,opt,name=tokens,proto3" json:"tokens,omitempty"`
 	AgeMs         int64                  `protobuf:"varint,8,opt,name=age_ms,json=ageMs,proto3" json:"age_ms,omitempty"`
 	ExpiresInMs   int64                  `protobuf:"varint,9,opt,name=expires_in_ms,json=expiresInMs,proto3" json:"expires_in_ms,omitempty"`
-	ClaimedBy     string                 `protobuf:"bytes,10,opt,name=claimed_by,json=claimedBy,proto3" json:"claimed_by,omitempty"` // decode instance
-	Path          string                 `protobuf:"bytes,11,opt,name=path,proto3" json:"path,omitempty"`                            // how it moves: "pool", and over what
+	ClaimedBy     string                 `protobuf:"bytes,10,opt,name=claimed_by,json=claimedBy,proto3" json:"claimed_by,omitempty"`  // decode instance
+	Path          string                 `protobuf:"bytes,11,opt,name=path,proto3" json:"path,omitempty"`                             // how it moves and why not better: "worker memory of this node", "direct, tcp", "pool, tcp: <why>", ...
+	OpenEnded     bool                   `protobuf:"varint,12,opt,name=open_ended,json=openEnded,proto3" json:"open_ended,omitempty"` // its prompt is still being computed
+	Lent          bool                   `protobuf:"varint,13,opt,name=lent,proto3" json:"lent,omitempty"`                            // its engine keeps the blocks for it, or did
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1325,6 +1327,20 @@ func (x *OfferInfo) GetPath() string {
 	return ""
 }
 
+func (x *OfferInfo) GetOpenEnded() bool {
+	if x != nil {
+		return x.OpenEnded
+	}
+	return false
+}
+
+func (x *OfferInfo) GetLent() bool {
+	if x != nil {
+		return x.Lent
+	}
+	return false
+}
+
 type OffersResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Offers        []*OfferInfo           `protobuf:"bytes,1,rep,name=offers,proto3" json:"offers,omitempty"` // live ones, and the last 256 that ended
@@ -1369,6 +1385,219 @@ func (x *OffersResponse) GetOffers() []*OfferInfo {
 	return nil
 }
 
+type FetchesRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *FetchesRequest) Reset() {
+	*x = FetchesRequest{}
+	mi := &file_kvferry_v1_admin_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FetchesRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FetchesRequest) ProtoMessage() {}
+
+func (x *FetchesRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_admin_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FetchesRequest.ProtoReflect.Descriptor instead.
+func (*FetchesRequest) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{17}
+}
+
+// FetchDecision is whether blocks that a peer has were fetched or computed, as it was estimated.
+type FetchDecision struct {
+	state          protoimpl.MessageState `protogen:"open.v1"`
+	AtUnixMs       int64                  `protobuf:"varint,1,opt,name=at_unix_ms,json=atUnixMs,proto3" json:"at_unix_ms,omitempty"`
+	RequestId      string                 `protobuf:"bytes,2,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	Instance       string                 `protobuf:"bytes,3,opt,name=instance,proto3" json:"instance,omitempty"`                                       // that asked
+	Peer           string                 `protobuf:"bytes,4,opt,name=peer,proto3" json:"peer,omitempty"`                                               // empty: none had more
+	Blocks         uint32                 `protobuf:"varint,5,opt,name=blocks,proto3" json:"blocks,omitempty"`                                          // that the peer has beyond this node's
+	Bytes          uint64                 `protobuf:"varint,6,opt,name=bytes,proto3" json:"bytes,omitempty"`                                            // of all ranks
+	FetchUs        int64                  `protobuf:"varint,7,opt,name=fetch_us,json=fetchUs,proto3" json:"fetch_us,omitempty"`                         // estimates
+	ComputeUs      int64                  `protobuf:"varint,8,opt,name=compute_us,json=computeUs,proto3" json:"compute_us,omitempty"`                   // 0: not known
+	BytesPerSecond float64                `protobuf:"fixed64,9,opt,name=bytes_per_second,json=bytesPerSecond,proto3" json:"bytes_per_second,omitempty"` // that the estimate counts with
+	Measured       bool                   `protobuf:"varint,10,opt,name=measured,proto3" json:"measured,omitempty"`                                     // from this peer; else assumed
+	Fetched        bool                   `protobuf:"varint,11,opt,name=fetched,proto3" json:"fetched,omitempty"`
+	Reason         string                 `protobuf:"bytes,12,opt,name=reason,proto3" json:"reason,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
+}
+
+func (x *FetchDecision) Reset() {
+	*x = FetchDecision{}
+	mi := &file_kvferry_v1_admin_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FetchDecision) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FetchDecision) ProtoMessage() {}
+
+func (x *FetchDecision) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_admin_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FetchDecision.ProtoReflect.Descriptor instead.
+func (*FetchDecision) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *FetchDecision) GetAtUnixMs() int64 {
+	if x != nil {
+		return x.AtUnixMs
+	}
+	return 0
+}
+
+func (x *FetchDecision) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
+func (x *FetchDecision) GetInstance() string {
+	if x != nil {
+		return x.Instance
+	}
+	return ""
+}
+
+func (x *FetchDecision) GetPeer() string {
+	if x != nil {
+		return x.Peer
+	}
+	return ""
+}
+
+func (x *FetchDecision) GetBlocks() uint32 {
+	if x != nil {
+		return x.Blocks
+	}
+	return 0
+}
+
+func (x *FetchDecision) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
+func (x *FetchDecision) GetFetchUs() int64 {
+	if x != nil {
+		return x.FetchUs
+	}
+	return 0
+}
+
+func (x *FetchDecision) GetComputeUs() int64 {
+	if x != nil {
+		return x.ComputeUs
+	}
+	return 0
+}
+
+func (x *FetchDecision) GetBytesPerSecond() float64 {
+	if x != nil {
+		return x.BytesPerSecond
+	}
+	return 0
+}
+
+func (x *FetchDecision) GetMeasured() bool {
+	if x != nil {
+		return x.Measured
+	}
+	return false
+}
+
+func (x *FetchDecision) GetFetched() bool {
+	if x != nil {
+		return x.Fetched
+	}
+	return false
+}
+
+func (x *FetchDecision) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+type FetchesResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Decisions     []*FetchDecision       `protobuf:"bytes,1,rep,name=decisions,proto3" json:"decisions,omitempty"` // the last 256, oldest first
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *FetchesResponse) Reset() {
+	*x = FetchesResponse{}
+	mi := &file_kvferry_v1_admin_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FetchesResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FetchesResponse) ProtoMessage() {}
+
+func (x *FetchesResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_admin_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FetchesResponse.ProtoReflect.Descriptor instead.
+func (*FetchesResponse) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *FetchesResponse) GetDecisions() []*FetchDecision {
+	if x != nil {
+		return x.Decisions
+	}
+	return nil
+}
+
 type ConfigRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -1377,7 +1606,7 @@ type ConfigRequest struct {
 
 func (x *ConfigRequest) Reset() {
 	*x = ConfigRequest{}
-	mi := &file_kvferry_v1_admin_proto_msgTypes[17]
+	mi := &file_kvferry_v1_admin_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1389,7 +1618,7 @@ func (x *ConfigRequest) String() string {
 func (*ConfigRequest) ProtoMessage() {}
 
 func (x *ConfigRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_admin_proto_msgTypes[17]
+	mi := &file_kvferry_v1_admin_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1402,7 +1631,7 @@ func (x *ConfigRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConfigRequest.ProtoReflect.Descriptor instead.
 func (*ConfigRequest) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{17}
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{20}
 }
 
 type ConfigResponse struct {
@@ -1414,7 +1643,7 @@ type ConfigResponse struct {
 
 func (x *ConfigResponse) Reset() {
 	*x = ConfigResponse{}
-	mi := &file_kvferry_v1_admin_proto_msgTypes[18]
+	mi := &file_kvferry_v1_admin_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1426,7 +1655,7 @@ func (x *ConfigResponse) String() string {
 func (*ConfigResponse) ProtoMessage() {}
 
 func (x *ConfigResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_admin_proto_msgTypes[18]
+	mi := &file_kvferry_v1_admin_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1439,7 +1668,7 @@ func (x *ConfigResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConfigResponse.ProtoReflect.Descriptor instead.
 func (*ConfigResponse) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{18}
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ConfigResponse) GetYaml() string {
@@ -1457,7 +1686,7 @@ type VersionRequest struct {
 
 func (x *VersionRequest) Reset() {
 	*x = VersionRequest{}
-	mi := &file_kvferry_v1_admin_proto_msgTypes[19]
+	mi := &file_kvferry_v1_admin_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1469,7 +1698,7 @@ func (x *VersionRequest) String() string {
 func (*VersionRequest) ProtoMessage() {}
 
 func (x *VersionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_admin_proto_msgTypes[19]
+	mi := &file_kvferry_v1_admin_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1482,7 +1711,7 @@ func (x *VersionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VersionRequest.ProtoReflect.Descriptor instead.
 func (*VersionRequest) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{19}
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{22}
 }
 
 type VersionResponse struct {
@@ -1497,7 +1726,7 @@ type VersionResponse struct {
 
 func (x *VersionResponse) Reset() {
 	*x = VersionResponse{}
-	mi := &file_kvferry_v1_admin_proto_msgTypes[20]
+	mi := &file_kvferry_v1_admin_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1509,7 +1738,7 @@ func (x *VersionResponse) String() string {
 func (*VersionResponse) ProtoMessage() {}
 
 func (x *VersionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_admin_proto_msgTypes[20]
+	mi := &file_kvferry_v1_admin_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1522,7 +1751,7 @@ func (x *VersionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VersionResponse.ProtoReflect.Descriptor instead.
 func (*VersionResponse) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{20}
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *VersionResponse) GetVersion() string {
@@ -1661,7 +1890,7 @@ const file_kvferry_v1_admin_proto_rawDesc = "" +
 	"\x0eBlocksResponse\x12-\n" +
 	"\x06blocks\x18\x01 \x03(\v2\x15.kvferry.v1.BlockInfoR\x06blocks\x12\x14\n" +
 	"\x05total\x18\x02 \x01(\x04R\x05total\"\x0f\n" +
-	"\rOffersRequest\"\xad\x02\n" +
+	"\rOffersRequest\"\xe0\x02\n" +
 	"\tOfferInfo\x12\x19\n" +
 	"\boffer_id\x18\x01 \x01(\fR\aofferId\x12\x1d\n" +
 	"\n" +
@@ -1676,9 +1905,32 @@ const file_kvferry_v1_admin_proto_rawDesc = "" +
 	"\n" +
 	"claimed_by\x18\n" +
 	" \x01(\tR\tclaimedBy\x12\x12\n" +
-	"\x04path\x18\v \x01(\tR\x04path\"?\n" +
+	"\x04path\x18\v \x01(\tR\x04path\x12\x1d\n" +
+	"\n" +
+	"open_ended\x18\f \x01(\bR\topenEnded\x12\x12\n" +
+	"\x04lent\x18\r \x01(\bR\x04lent\"?\n" +
 	"\x0eOffersResponse\x12-\n" +
-	"\x06offers\x18\x01 \x03(\v2\x15.kvferry.v1.OfferInfoR\x06offers\"\x0f\n" +
+	"\x06offers\x18\x01 \x03(\v2\x15.kvferry.v1.OfferInfoR\x06offers\"\x10\n" +
+	"\x0eFetchesRequest\"\xdc\x02\n" +
+	"\rFetchDecision\x12\x1c\n" +
+	"\n" +
+	"at_unix_ms\x18\x01 \x01(\x03R\batUnixMs\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x02 \x01(\tR\trequestId\x12\x1a\n" +
+	"\binstance\x18\x03 \x01(\tR\binstance\x12\x12\n" +
+	"\x04peer\x18\x04 \x01(\tR\x04peer\x12\x16\n" +
+	"\x06blocks\x18\x05 \x01(\rR\x06blocks\x12\x14\n" +
+	"\x05bytes\x18\x06 \x01(\x04R\x05bytes\x12\x19\n" +
+	"\bfetch_us\x18\a \x01(\x03R\afetchUs\x12\x1d\n" +
+	"\n" +
+	"compute_us\x18\b \x01(\x03R\tcomputeUs\x12(\n" +
+	"\x10bytes_per_second\x18\t \x01(\x01R\x0ebytesPerSecond\x12\x1a\n" +
+	"\bmeasured\x18\n" +
+	" \x01(\bR\bmeasured\x12\x18\n" +
+	"\afetched\x18\v \x01(\bR\afetched\x12\x16\n" +
+	"\x06reason\x18\f \x01(\tR\x06reason\"J\n" +
+	"\x0fFetchesResponse\x127\n" +
+	"\tdecisions\x18\x01 \x03(\v2\x19.kvferry.v1.FetchDecisionR\tdecisions\"\x0f\n" +
 	"\rConfigRequest\"$\n" +
 	"\x0eConfigResponse\x12\x12\n" +
 	"\x04yaml\x18\x01 \x01(\tR\x04yaml\"\x10\n" +
@@ -1694,13 +1946,14 @@ const file_kvferry_v1_admin_proto_rawDesc = "" +
 	"\x12HEALTH_UNSPECIFIED\x10\x00\x12\r\n" +
 	"\tHEALTH_OK\x10\x01\x12\x13\n" +
 	"\x0fHEALTH_DEGRADED\x10\x02\x12\x12\n" +
-	"\x0eHEALTH_PROBING\x10\x032\xd4\x03\n" +
+	"\x0eHEALTH_PROBING\x10\x032\x98\x04\n" +
 	"\x05Admin\x12?\n" +
 	"\x06Status\x12\x19.kvferry.v1.StatusRequest\x1a\x1a.kvferry.v1.StatusResponse\x12B\n" +
 	"\aWorkers\x12\x1a.kvferry.v1.WorkersRequest\x1a\x1b.kvferry.v1.WorkersResponse\x12?\n" +
 	"\x06Spaces\x12\x19.kvferry.v1.SpacesRequest\x1a\x1a.kvferry.v1.SpacesResponse\x12?\n" +
 	"\x06Blocks\x12\x19.kvferry.v1.BlocksRequest\x1a\x1a.kvferry.v1.BlocksResponse\x12?\n" +
-	"\x06Offers\x12\x19.kvferry.v1.OffersRequest\x1a\x1a.kvferry.v1.OffersResponse\x12?\n" +
+	"\x06Offers\x12\x19.kvferry.v1.OffersRequest\x1a\x1a.kvferry.v1.OffersResponse\x12B\n" +
+	"\aFetches\x12\x1a.kvferry.v1.FetchesRequest\x1a\x1b.kvferry.v1.FetchesResponse\x12?\n" +
 	"\x06Config\x12\x19.kvferry.v1.ConfigRequest\x1a\x1a.kvferry.v1.ConfigResponse\x12B\n" +
 	"\aVersion\x12\x1a.kvferry.v1.VersionRequest\x1a\x1b.kvferry.v1.VersionResponseB7Z5github.com/kvferry/kvferry/proto/kvferry/v1;kvferryv1b\x06proto3"
 
@@ -1717,7 +1970,7 @@ func file_kvferry_v1_admin_proto_rawDescGZIP() []byte {
 }
 
 var file_kvferry_v1_admin_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_kvferry_v1_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 21)
+var file_kvferry_v1_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
 var file_kvferry_v1_admin_proto_goTypes = []any{
 	(Health)(0),             // 0: kvferry.v1.Health
 	(*StatusRequest)(nil),   // 1: kvferry.v1.StatusRequest
@@ -1737,43 +1990,49 @@ var file_kvferry_v1_admin_proto_goTypes = []any{
 	(*OffersRequest)(nil),   // 15: kvferry.v1.OffersRequest
 	(*OfferInfo)(nil),       // 16: kvferry.v1.OfferInfo
 	(*OffersResponse)(nil),  // 17: kvferry.v1.OffersResponse
-	(*ConfigRequest)(nil),   // 18: kvferry.v1.ConfigRequest
-	(*ConfigResponse)(nil),  // 19: kvferry.v1.ConfigResponse
-	(*VersionRequest)(nil),  // 20: kvferry.v1.VersionRequest
-	(*VersionResponse)(nil), // 21: kvferry.v1.VersionResponse
-	(Role)(0),               // 22: kvferry.v1.Role
-	(*Space)(nil),           // 23: kvferry.v1.Space
+	(*FetchesRequest)(nil),  // 18: kvferry.v1.FetchesRequest
+	(*FetchDecision)(nil),   // 19: kvferry.v1.FetchDecision
+	(*FetchesResponse)(nil), // 20: kvferry.v1.FetchesResponse
+	(*ConfigRequest)(nil),   // 21: kvferry.v1.ConfigRequest
+	(*ConfigResponse)(nil),  // 22: kvferry.v1.ConfigResponse
+	(*VersionRequest)(nil),  // 23: kvferry.v1.VersionRequest
+	(*VersionResponse)(nil), // 24: kvferry.v1.VersionResponse
+	(Role)(0),               // 25: kvferry.v1.Role
+	(*Space)(nil),           // 26: kvferry.v1.Space
 }
 var file_kvferry_v1_admin_proto_depIdxs = []int32{
 	0,  // 0: kvferry.v1.StatusResponse.health:type_name -> kvferry.v1.Health
 	2,  // 1: kvferry.v1.StatusResponse.problems:type_name -> kvferry.v1.Problem
 	3,  // 2: kvferry.v1.StatusResponse.tiers:type_name -> kvferry.v1.TierStatus
 	4,  // 3: kvferry.v1.StatusResponse.counters:type_name -> kvferry.v1.Counter
-	22, // 4: kvferry.v1.Worker.role:type_name -> kvferry.v1.Role
+	25, // 4: kvferry.v1.Worker.role:type_name -> kvferry.v1.Role
 	7,  // 5: kvferry.v1.WorkersResponse.workers:type_name -> kvferry.v1.Worker
-	23, // 6: kvferry.v1.SpaceInfo.space:type_name -> kvferry.v1.Space
+	26, // 6: kvferry.v1.SpaceInfo.space:type_name -> kvferry.v1.Space
 	10, // 7: kvferry.v1.SpacesResponse.spaces:type_name -> kvferry.v1.SpaceInfo
 	13, // 8: kvferry.v1.BlocksResponse.blocks:type_name -> kvferry.v1.BlockInfo
 	16, // 9: kvferry.v1.OffersResponse.offers:type_name -> kvferry.v1.OfferInfo
-	1,  // 10: kvferry.v1.Admin.Status:input_type -> kvferry.v1.StatusRequest
-	6,  // 11: kvferry.v1.Admin.Workers:input_type -> kvferry.v1.WorkersRequest
-	9,  // 12: kvferry.v1.Admin.Spaces:input_type -> kvferry.v1.SpacesRequest
-	12, // 13: kvferry.v1.Admin.Blocks:input_type -> kvferry.v1.BlocksRequest
-	15, // 14: kvferry.v1.Admin.Offers:input_type -> kvferry.v1.OffersRequest
-	18, // 15: kvferry.v1.Admin.Config:input_type -> kvferry.v1.ConfigRequest
-	20, // 16: kvferry.v1.Admin.Version:input_type -> kvferry.v1.VersionRequest
-	5,  // 17: kvferry.v1.Admin.Status:output_type -> kvferry.v1.StatusResponse
-	8,  // 18: kvferry.v1.Admin.Workers:output_type -> kvferry.v1.WorkersResponse
-	11, // 19: kvferry.v1.Admin.Spaces:output_type -> kvferry.v1.SpacesResponse
-	14, // 20: kvferry.v1.Admin.Blocks:output_type -> kvferry.v1.BlocksResponse
-	17, // 21: kvferry.v1.Admin.Offers:output_type -> kvferry.v1.OffersResponse
-	19, // 22: kvferry.v1.Admin.Config:output_type -> kvferry.v1.ConfigResponse
-	21, // 23: kvferry.v1.Admin.Version:output_type -> kvferry.v1.VersionResponse
-	17, // [17:24] is the sub-list for method output_type
-	10, // [10:17] is the sub-list for method input_type
-	10, // [10:10] is the sub-list for extension type_name
-	10, // [10:10] is the sub-list for extension extendee
-	0,  // [0:10] is the sub-list for field type_name
+	19, // 10: kvferry.v1.FetchesResponse.decisions:type_name -> kvferry.v1.FetchDecision
+	1,  // 11: kvferry.v1.Admin.Status:input_type -> kvferry.v1.StatusRequest
+	6,  // 12: kvferry.v1.Admin.Workers:input_type -> kvferry.v1.WorkersRequest
+	9,  // 13: kvferry.v1.Admin.Spaces:input_type -> kvferry.v1.SpacesRequest
+	12, // 14: kvferry.v1.Admin.Blocks:input_type -> kvferry.v1.BlocksRequest
+	15, // 15: kvferry.v1.Admin.Offers:input_type -> kvferry.v1.OffersRequest
+	18, // 16: kvferry.v1.Admin.Fetches:input_type -> kvferry.v1.FetchesRequest
+	21, // 17: kvferry.v1.Admin.Config:input_type -> kvferry.v1.ConfigRequest
+	23, // 18: kvferry.v1.Admin.Version:input_type -> kvferry.v1.VersionRequest
+	5,  // 19: kvferry.v1.Admin.Status:output_type -> kvferry.v1.StatusResponse
+	8,  // 20: kvferry.v1.Admin.Workers:output_type -> kvferry.v1.WorkersResponse
+	11, // 21: kvferry.v1.Admin.Spaces:output_type -> kvferry.v1.SpacesResponse
+	14, // 22: kvferry.v1.Admin.Blocks:output_type -> kvferry.v1.BlocksResponse
+	17, // 23: kvferry.v1.Admin.Offers:output_type -> kvferry.v1.OffersResponse
+	20, // 24: kvferry.v1.Admin.Fetches:output_type -> kvferry.v1.FetchesResponse
+	22, // 25: kvferry.v1.Admin.Config:output_type -> kvferry.v1.ConfigResponse
+	24, // 26: kvferry.v1.Admin.Version:output_type -> kvferry.v1.VersionResponse
+	19, // [19:27] is the sub-list for method output_type
+	11, // [11:19] is the sub-list for method input_type
+	11, // [11:11] is the sub-list for extension type_name
+	11, // [11:11] is the sub-list for extension extendee
+	0,  // [0:11] is the sub-list for field type_name
 }
 
 func init() { file_kvferry_v1_admin_proto_init() }
@@ -1788,7 +2047,7 @@ func file_kvferry_v1_admin_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvferry_v1_admin_proto_rawDesc), len(file_kvferry_v1_admin_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   21,
+			NumMessages:   24,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -26,6 +26,7 @@ const (
 	Admin_Spaces_FullMethodName  = "/kvferry.v1.Admin/Spaces"
 	Admin_Blocks_FullMethodName  = "/kvferry.v1.Admin/Blocks"
 	Admin_Offers_FullMethodName  = "/kvferry.v1.Admin/Offers"
+	Admin_Fetches_FullMethodName = "/kvferry.v1.Admin/Fetches"
 	Admin_Config_FullMethodName  = "/kvferry.v1.Admin/Config"
 	Admin_Version_FullMethodName = "/kvferry.v1.Admin/Version"
 )
@@ -39,6 +40,8 @@ type AdminClient interface {
 	Spaces(ctx context.Context, in *SpacesRequest, opts ...grpc.CallOption) (*SpacesResponse, error)
 	Blocks(ctx context.Context, in *BlocksRequest, opts ...grpc.CallOption) (*BlocksResponse, error)
 	Offers(ctx context.Context, in *OffersRequest, opts ...grpc.CallOption) (*OffersResponse, error)
+	// Fetches are the last decisions about blocks that other nodes have.
+	Fetches(ctx context.Context, in *FetchesRequest, opts ...grpc.CallOption) (*FetchesResponse, error)
 	Config(ctx context.Context, in *ConfigRequest, opts ...grpc.CallOption) (*ConfigResponse, error)
 	Version(ctx context.Context, in *VersionRequest, opts ...grpc.CallOption) (*VersionResponse, error)
 }
@@ -101,6 +104,16 @@ func (c *adminClient) Offers(ctx context.Context, in *OffersRequest, opts ...grp
 	return out, nil
 }
 
+func (c *adminClient) Fetches(ctx context.Context, in *FetchesRequest, opts ...grpc.CallOption) (*FetchesResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(FetchesResponse)
+	err := c.cc.Invoke(ctx, Admin_Fetches_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *adminClient) Config(ctx context.Context, in *ConfigRequest, opts ...grpc.CallOption) (*ConfigResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(ConfigResponse)
@@ -130,6 +143,8 @@ type AdminServer interface {
 	Spaces(context.Context, *SpacesRequest) (*SpacesResponse, error)
 	Blocks(context.Context, *BlocksRequest) (*BlocksResponse, error)
 	Offers(context.Context, *OffersRequest) (*OffersResponse, error)
+	// Fetches are the last decisions about blocks that other nodes have.
+	Fetches(context.Context, *FetchesRequest) (*FetchesResponse, error)
 	Config(context.Context, *ConfigRequest) (*ConfigResponse, error)
 	Version(context.Context, *VersionRequest) (*VersionResponse, error)
 	mustEmbedUnimplementedAdminServer()
@@ -156,6 +171,9 @@ func (UnimplementedAdminServer) Blocks(context.Context, *BlocksRequest) (*Blocks
 }
 func (UnimplementedAdminServer) Offers(context.Context, *OffersRequest) (*OffersResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Offers not implemented")
+}
+func (UnimplementedAdminServer) Fetches(context.Context, *FetchesRequest) (*FetchesResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Fetches not implemented")
 }
 func (UnimplementedAdminServer) Config(context.Context, *ConfigRequest) (*ConfigResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Config not implemented")
@@ -274,6 +292,24 @@ func _Admin_Offers_Handler(srv interface{}, ctx context.Context, dec func(interf
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Admin_Fetches_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(FetchesRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServer).Fetches(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Admin_Fetches_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServer).Fetches(ctx, req.(*FetchesRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _Admin_Config_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(ConfigRequest)
 	if err := dec(in); err != nil {
@@ -336,6 +372,10 @@ var Admin_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Offers",
 			Handler:    _Admin_Offers_Handler,
+		},
+		{
+			MethodName: "Fetches",
+			Handler:    _Admin_Fetches_Handler,
 		},
 		{
 			MethodName: "Config",

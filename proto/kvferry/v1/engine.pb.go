@@ -234,6 +234,59 @@ func (BlockStatus) EnumDescriptor() ([]byte, []int) {
 	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{3}
 }
 
+// BlockSource is where a READY block is to be had.
+type BlockSource int32
+
+const (
+	BlockSource_BLOCK_SOURCE_POOL           BlockSource = 0 // in the pool: see LoadResult
+	BlockSource_BLOCK_SOURCE_LENT           BlockSource = 1 // in LoadResult.lent: offsets[i] is its block id there, generations[i] what its entry of the table must hold before and after the copy, header_offsets[i] 0
+	BlockSource_BLOCK_SOURCE_LENT_UNCHECKED BlockSource = 2 // the same, and crc32c[i] is not known
+	BlockSource_BLOCK_SOURCE_DELIVERED      BlockSource = 3 // in the block that Accept lent, checked and quiet: there is nothing to copy
+)
+
+// Enum value maps for BlockSource.
+var (
+	BlockSource_name = map[int32]string{
+		0: "BLOCK_SOURCE_POOL",
+		1: "BLOCK_SOURCE_LENT",
+		2: "BLOCK_SOURCE_LENT_UNCHECKED",
+		3: "BLOCK_SOURCE_DELIVERED",
+	}
+	BlockSource_value = map[string]int32{
+		"BLOCK_SOURCE_POOL":           0,
+		"BLOCK_SOURCE_LENT":           1,
+		"BLOCK_SOURCE_LENT_UNCHECKED": 2,
+		"BLOCK_SOURCE_DELIVERED":      3,
+	}
+)
+
+func (x BlockSource) Enum() *BlockSource {
+	p := new(BlockSource)
+	*p = x
+	return p
+}
+
+func (x BlockSource) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (BlockSource) Descriptor() protoreflect.EnumDescriptor {
+	return file_kvferry_v1_engine_proto_enumTypes[4].Descriptor()
+}
+
+func (BlockSource) Type() protoreflect.EnumType {
+	return &file_kvferry_v1_engine_proto_enumTypes[4]
+}
+
+func (x BlockSource) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use BlockSource.Descriptor instead.
+func (BlockSource) EnumDescriptor() ([]byte, []int) {
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{4}
+}
+
 type Outcome int32
 
 const (
@@ -279,11 +332,11 @@ func (x Outcome) String() string {
 }
 
 func (Outcome) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvferry_v1_engine_proto_enumTypes[4].Descriptor()
+	return file_kvferry_v1_engine_proto_enumTypes[5].Descriptor()
 }
 
 func (Outcome) Type() protoreflect.EnumType {
-	return &file_kvferry_v1_engine_proto_enumTypes[4]
+	return &file_kvferry_v1_engine_proto_enumTypes[5]
 }
 
 func (x Outcome) Number() protoreflect.EnumNumber {
@@ -292,7 +345,7 @@ func (x Outcome) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Outcome.Descriptor instead.
 func (Outcome) EnumDescriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{4}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{5}
 }
 
 type SessionRequest struct {
@@ -308,6 +361,8 @@ type SessionRequest struct {
 	//	*SessionRequest_Revoke
 	//	*SessionRequest_Offer
 	//	*SessionRequest_ReleaseLease
+	//	*SessionRequest_CompleteOffer
+	//	*SessionRequest_EndOffer
 	Message       isSessionRequest_Message `protobuf_oneof:"message"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -431,6 +486,24 @@ func (x *SessionRequest) GetReleaseLease() *ReleaseLease {
 	return nil
 }
 
+func (x *SessionRequest) GetCompleteOffer() *CompleteOffer {
+	if x != nil {
+		if x, ok := x.Message.(*SessionRequest_CompleteOffer); ok {
+			return x.CompleteOffer
+		}
+	}
+	return nil
+}
+
+func (x *SessionRequest) GetEndOffer() *EndOffer {
+	if x != nil {
+		if x, ok := x.Message.(*SessionRequest_EndOffer); ok {
+			return x.EndOffer
+		}
+	}
+	return nil
+}
+
 type isSessionRequest_Message interface {
 	isSessionRequest_Message()
 }
@@ -471,6 +544,14 @@ type SessionRequest_ReleaseLease struct {
 	ReleaseLease *ReleaseLease `protobuf:"bytes,9,opt,name=release_lease,json=releaseLease,proto3,oneof"`
 }
 
+type SessionRequest_CompleteOffer struct {
+	CompleteOffer *CompleteOffer `protobuf:"bytes,10,opt,name=complete_offer,json=completeOffer,proto3,oneof"`
+}
+
+type SessionRequest_EndOffer struct {
+	EndOffer *EndOffer `protobuf:"bytes,11,opt,name=end_offer,json=endOffer,proto3,oneof"`
+}
+
 func (*SessionRequest_Hello) isSessionRequest_Message() {}
 
 func (*SessionRequest_UseSpace) isSessionRequest_Message() {}
@@ -489,6 +570,10 @@ func (*SessionRequest_Offer) isSessionRequest_Message() {}
 
 func (*SessionRequest_ReleaseLease) isSessionRequest_Message() {}
 
+func (*SessionRequest_CompleteOffer) isSessionRequest_Message() {}
+
+func (*SessionRequest_EndOffer) isSessionRequest_Message() {}
+
 type SessionResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Types that are valid to be assigned to Message:
@@ -500,6 +585,8 @@ type SessionResponse struct {
 	//	*SessionResponse_LoadResult
 	//	*SessionResponse_Refused
 	//	*SessionResponse_Draining
+	//	*SessionResponse_OfferServed
+	//	*SessionResponse_LentGone
 	Message       isSessionResponse_Message `protobuf_oneof:"message"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -605,6 +692,24 @@ func (x *SessionResponse) GetDraining() *Draining {
 	return nil
 }
 
+func (x *SessionResponse) GetOfferServed() *OfferServed {
+	if x != nil {
+		if x, ok := x.Message.(*SessionResponse_OfferServed); ok {
+			return x.OfferServed
+		}
+	}
+	return nil
+}
+
+func (x *SessionResponse) GetLentGone() *LentGone {
+	if x != nil {
+		if x, ok := x.Message.(*SessionResponse_LentGone); ok {
+			return x.LentGone
+		}
+	}
+	return nil
+}
+
 type isSessionResponse_Message interface {
 	isSessionResponse_Message()
 }
@@ -637,6 +742,14 @@ type SessionResponse_Draining struct {
 	Draining *Draining `protobuf:"bytes,7,opt,name=draining,proto3,oneof"`
 }
 
+type SessionResponse_OfferServed struct {
+	OfferServed *OfferServed `protobuf:"bytes,8,opt,name=offer_served,json=offerServed,proto3,oneof"`
+}
+
+type SessionResponse_LentGone struct {
+	LentGone *LentGone `protobuf:"bytes,9,opt,name=lent_gone,json=lentGone,proto3,oneof"`
+}
+
 func (*SessionResponse_Welcome) isSessionResponse_Message() {}
 
 func (*SessionResponse_Attached) isSessionResponse_Message() {}
@@ -650,6 +763,10 @@ func (*SessionResponse_LoadResult) isSessionResponse_Message() {}
 func (*SessionResponse_Refused) isSessionResponse_Message() {}
 
 func (*SessionResponse_Draining) isSessionResponse_Message() {}
+
+func (*SessionResponse_OfferServed) isSessionResponse_Message() {}
+
+func (*SessionResponse_LentGone) isSessionResponse_Message() {}
 
 // Hello opens a session. A second one in a session is refused with FAILED_PRECONDITION.
 type Hello struct {
@@ -665,6 +782,8 @@ type Hello struct {
 	EngineVersion  string                 `protobuf:"bytes,9,opt,name=engine_version,json=engineVersion,proto3" json:"engine_version,omitempty"`     // at most 64 bytes
 	ServingAddress string                 `protobuf:"bytes,10,opt,name=serving_address,json=servingAddress,proto3" json:"serving_address,omitempty"` // host:port that the router sends requests to; may be empty
 	Tenant         string                 `protobuf:"bytes,11,opt,name=tenant,proto3" json:"tenant,omitempty"`                                       // default tenant of its requests; at most 128 bytes
+	Generations    uint32                 `protobuf:"varint,12,opt,name=generations,proto3" json:"generations,omitempty"`                            // of a scheduler: entries of its block generation table (WIRE.md), one a block id of its workers; 0: it has none, and its offers go by way of the pool
+	ReadsLent      bool                   `protobuf:"varint,13,opt,name=reads_lent,json=readsLent,proto3" json:"reads_lent,omitempty"`               // of a worker: it can copy from another worker's lent memory (LoadResult.source)
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -774,6 +893,20 @@ func (x *Hello) GetTenant() string {
 		return x.Tenant
 	}
 	return ""
+}
+
+func (x *Hello) GetGenerations() uint32 {
+	if x != nil {
+		return x.Generations
+	}
+	return 0
+}
+
+func (x *Hello) GetReadsLent() bool {
+	if x != nil {
+		return x.ReadsLent
+	}
+	return false
 }
 
 // Space says whose blocks may be exchanged for each other. Its id is the SHA-256 of the preimage that the daemon writes
@@ -955,9 +1088,10 @@ type Region struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Id            uint32                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"` // unique in the session
 	Kind          RegionKind             `protobuf:"varint,2,opt,name=kind,proto3,enum=kvferry.v1.RegionKind" json:"kind,omitempty"`
-	Bytes         uint64                 `protobuf:"varint,3,opt,name=bytes,proto3" json:"bytes,omitempty"`   // of the memfd; 1..2^46
-	Blocks        uint32                 `protobuf:"varint,4,opt,name=blocks,proto3" json:"blocks,omitempty"` // block ids are 0..blocks-1; 1..2^30
-	Planes        []*Plane               `protobuf:"bytes,5,rep,name=planes,proto3" json:"planes,omitempty"`  // 1..4096; a shard is the planes' bytes in this order
+	Bytes         uint64                 `protobuf:"varint,3,opt,name=bytes,proto3" json:"bytes,omitempty"`       // of the memfd; 1..2^46
+	Blocks        uint32                 `protobuf:"varint,4,opt,name=blocks,proto3" json:"blocks,omitempty"`     // block ids are 0..blocks-1; 1..2^30
+	Planes        []*Plane               `protobuf:"bytes,5,rep,name=planes,proto3" json:"planes,omitempty"`      // 1..4096; a shard is the planes' bytes in this order
+	Writable      bool                   `protobuf:"varint,6,opt,name=writable,proto3" json:"writable,omitempty"` // the daemon may write into blocks of it that an Accept names, until that is quiet; not of a staging buffer
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1025,6 +1159,13 @@ func (x *Region) GetPlanes() []*Plane {
 		return x.Planes
 	}
 	return nil
+}
+
+func (x *Region) GetWritable() bool {
+	if x != nil {
+		return x.Writable
+	}
+	return false
 }
 
 // Plane places one layer (or one part of one) of every block: block b has its bytes at base + b*stride.
@@ -1118,6 +1259,7 @@ type Welcome struct {
 	WireVersion    uint32                 `protobuf:"varint,10,opt,name=wire_version,json=wireVersion,proto3" json:"wire_version,omitempty"` // that the daemon will speak in this session
 	PeerAddress    string                 `protobuf:"bytes,11,opt,name=peer_address,json=peerAddress,proto3" json:"peer_address,omitempty"`  // host:port of this daemon's Peer service: for tickets
 	Version        string                 `protobuf:"bytes,12,opt,name=version,proto3" json:"version,omitempty"`                             // of the daemon
+	Direct         bool                   `protobuf:"varint,13,opt,name=direct,proto3" json:"direct,omitempty"`                              // Accepts may lend blocks to be written: a watchdog ends this daemon when it freezes
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -1234,6 +1376,13 @@ func (x *Welcome) GetVersion() string {
 		return x.Version
 	}
 	return ""
+}
+
+func (x *Welcome) GetDirect() bool {
+	if x != nil {
+		return x.Direct
+	}
+	return false
 }
 
 // Attached: the descriptors are mapped, operations may begin.
@@ -1574,11 +1723,16 @@ func (x *Load) GetDeadlineMs() uint32 {
 }
 
 // Accept is a Load of a prompt that another instance offered: blocks that are not in the pool are fetched from the node that the
-// ticket names.
+// ticket names, or read by the worker itself out of the memory of the worker that offers them, where that is on this node.
+//
+// With block_ids, these blocks of a writable region are lent to the daemon, which may write what comes straight into them (source
+// DELIVERED). The worker must not touch, report or give back any of them before the operation is quiet (WIRE.md, operation words), however it ended.
 type Accept struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Load          *Load                  `protobuf:"bytes,1,opt,name=load,proto3" json:"load,omitempty"`
-	Ticket        []byte                 `protobuf:"bytes,2,opt,name=ticket,proto3" json:"ticket,omitempty"` // a Ticket as it came in kv_transfer_params; at most 64 KiB
+	Ticket        []byte                 `protobuf:"bytes,2,opt,name=ticket,proto3" json:"ticket,omitempty"`                             // a Ticket as it came in kv_transfer_params; at most 64 KiB
+	Region        uint32                 `protobuf:"varint,3,opt,name=region,proto3" json:"region,omitempty"`                            // of block_ids
+	BlockIds      []uint32               `protobuf:"varint,4,rep,packed,name=block_ids,json=blockIds,proto3" json:"block_ids,omitempty"` // one a hash, all different; empty: nothing is lent
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1627,6 +1781,20 @@ func (x *Accept) GetTicket() []byte {
 	return nil
 }
 
+func (x *Accept) GetRegion() uint32 {
+	if x != nil {
+		return x.Region
+	}
+	return 0
+}
+
+func (x *Accept) GetBlockIds() []uint32 {
+	if x != nil {
+		return x.BlockIds
+	}
+	return nil
+}
+
 // LoadResult answers a part of a Load's blocks; the parts come in any order, the last one says so. A block that is READY lies at
 // offsets[i] in the pool for as long as the 64-bit generation at header_offsets[i] equals generations[i].
 type LoadResult struct {
@@ -1640,6 +1808,8 @@ type LoadResult struct {
 	Crc32C        []uint32               `protobuf:"fixed32,7,rep,packed,name=crc32c,proto3" json:"crc32c,omitempty"` // of the whole shard: to be checked with the copy
 	ShardBytes    uint64                 `protobuf:"varint,8,opt,name=shard_bytes,json=shardBytes,proto3" json:"shard_bytes,omitempty"`
 	Last          bool                   `protobuf:"varint,9,opt,name=last,proto3" json:"last,omitempty"`
+	Source        []byte                 `protobuf:"bytes,10,opt,name=source,proto3" json:"source,omitempty"` // one byte a block: BlockSource; empty: all POOL
+	Lent          *Lent                  `protobuf:"bytes,11,opt,name=lent,proto3" json:"lent,omitempty"`     // where there are LENT blocks
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1737,6 +1907,151 @@ func (x *LoadResult) GetLast() bool {
 	return false
 }
 
+func (x *LoadResult) GetSource() []byte {
+	if x != nil {
+		return x.Source
+	}
+	return nil
+}
+
+func (x *LoadResult) GetLent() *Lent {
+	if x != nil {
+		return x.Lent
+	}
+	return nil
+}
+
+// Lent is memory of another worker of this node. A process that has not mapped it under this handle fetches its descriptors with the token
+// (WIRE.md, descriptor socket). The mapping ends with LentGone.
+type Lent struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Handle        uint64                 `protobuf:"varint,1,opt,name=handle,proto3" json:"handle,omitempty"` // never used again in an epoch
+	Token         []byte                 `protobuf:"bytes,2,opt,name=token,proto3" json:"token,omitempty"`    // 16 bytes; good once, for 5 s
+	Bytes         uint64                 `protobuf:"varint,3,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	Blocks        uint32                 `protobuf:"varint,4,opt,name=blocks,proto3" json:"blocks,omitempty"`
+	Planes        []*Plane               `protobuf:"bytes,5,rep,name=planes,proto3" json:"planes,omitempty"`            // the same number and bytes as of the reader's own region
+	Generations   uint32                 `protobuf:"varint,6,opt,name=generations,proto3" json:"generations,omitempty"` // entries of the table
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Lent) Reset() {
+	*x = Lent{}
+	mi := &file_kvferry_v1_engine_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Lent) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Lent) ProtoMessage() {}
+
+func (x *Lent) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_engine_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Lent.ProtoReflect.Descriptor instead.
+func (*Lent) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *Lent) GetHandle() uint64 {
+	if x != nil {
+		return x.Handle
+	}
+	return 0
+}
+
+func (x *Lent) GetToken() []byte {
+	if x != nil {
+		return x.Token
+	}
+	return nil
+}
+
+func (x *Lent) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
+func (x *Lent) GetBlocks() uint32 {
+	if x != nil {
+		return x.Blocks
+	}
+	return 0
+}
+
+func (x *Lent) GetPlanes() []*Plane {
+	if x != nil {
+		return x.Planes
+	}
+	return nil
+}
+
+func (x *Lent) GetGenerations() uint32 {
+	if x != nil {
+		return x.Generations
+	}
+	return 0
+}
+
+// LentGone: the process that lent this memory is gone; whoever has mapped it unmaps it.
+type LentGone struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Handle        uint64                 `protobuf:"varint,1,opt,name=handle,proto3" json:"handle,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LentGone) Reset() {
+	*x = LentGone{}
+	mi := &file_kvferry_v1_engine_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LentGone) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LentGone) ProtoMessage() {}
+
+func (x *LentGone) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_engine_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LentGone.ProtoReflect.Descriptor instead.
+func (*LentGone) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *LentGone) GetHandle() uint64 {
+	if x != nil {
+		return x.Handle
+	}
+	return 0
+}
+
 // Release ends a Load: its pins go. It is sent when the worker has copied, or no longer wants to.
 type Release struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1748,7 +2063,7 @@ type Release struct {
 
 func (x *Release) Reset() {
 	*x = Release{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[14]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1760,7 +2075,7 @@ func (x *Release) String() string {
 func (*Release) ProtoMessage() {}
 
 func (x *Release) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[14]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1773,7 +2088,7 @@ func (x *Release) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Release.ProtoReflect.Descriptor instead.
 func (*Release) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{14}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Release) GetOperations() []uint64 {
@@ -1800,7 +2115,7 @@ type Revoke struct {
 
 func (x *Revoke) Reset() {
 	*x = Revoke{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[15]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1812,7 +2127,7 @@ func (x *Revoke) String() string {
 func (*Revoke) ProtoMessage() {}
 
 func (x *Revoke) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[15]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1825,7 +2140,7 @@ func (x *Revoke) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Revoke.ProtoReflect.Descriptor instead.
 func (*Revoke) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{15}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Revoke) GetOperations() []uint64 {
@@ -1849,7 +2164,7 @@ type OperationEnd struct {
 
 func (x *OperationEnd) Reset() {
 	*x = OperationEnd{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[16]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1861,7 +2176,7 @@ func (x *OperationEnd) String() string {
 func (*OperationEnd) ProtoMessage() {}
 
 func (x *OperationEnd) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[16]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1874,7 +2189,7 @@ func (x *OperationEnd) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OperationEnd.ProtoReflect.Descriptor instead.
 func (*OperationEnd) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{16}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *OperationEnd) GetOperation() uint64 {
@@ -1913,22 +2228,29 @@ func (x *OperationEnd) GetBlocksPresent() uint32 {
 }
 
 // Offer registers a prompt's KV to be claimed by another instance. Sent by the scheduler session, not answered unless refused.
+//
+// With block_ids, the engine keeps these blocks for the offer until each rank's worker was told OfferServed, or lets them go earlier by itself: what
+// was read is believed only while the generations hold.
 type Offer struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	OfferId       []byte                 `protobuf:"bytes,1,opt,name=offer_id,json=offerId,proto3" json:"offer_id,omitempty"` // 16 random bytes
 	Secret        []byte                 `protobuf:"bytes,2,opt,name=secret,proto3" json:"secret,omitempty"`                  // 16 random bytes
 	SpaceId       []byte                 `protobuf:"bytes,3,opt,name=space_id,json=spaceId,proto3" json:"space_id,omitempty"`
 	RequestId     string                 `protobuf:"bytes,4,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	Hashes        []byte                 `protobuf:"bytes,5,opt,name=hashes,proto3" json:"hashes,omitempty"`                            // packed, 1..load_blocks_max: the prompt's full blocks
-	Tokens        uint32                 `protobuf:"varint,6,opt,name=tokens,proto3" json:"tokens,omitempty"`                           // of the prompt, 1..2^31-1
-	LifetimeMs    uint32                 `protobuf:"varint,7,opt,name=lifetime_ms,json=lifetimeMs,proto3" json:"lifetime_ms,omitempty"` // 1..3600000; 0 is the daemon's default
+	Hashes        []byte                 `protobuf:"bytes,5,opt,name=hashes,proto3" json:"hashes,omitempty"`                              // packed, 1..load_blocks_max: the prompt's full blocks
+	Tokens        uint32                 `protobuf:"varint,6,opt,name=tokens,proto3" json:"tokens,omitempty"`                             // of the prompt, 1..2^31-1
+	LifetimeMs    uint32                 `protobuf:"varint,7,opt,name=lifetime_ms,json=lifetimeMs,proto3" json:"lifetime_ms,omitempty"`   // 1..3600000; 0 is the daemon's default. That of an open-ended offer begins with CompleteOffer
+	OpenEnded     bool                   `protobuf:"varint,8,opt,name=open_ended,json=openEnded,proto3" json:"open_ended,omitempty"`      // the prompt is still being computed: its blocks come as they are stored, until CompleteOffer or EndOffer
+	Region        uint32                 `protobuf:"varint,9,opt,name=region,proto3" json:"region,omitempty"`                             // of block_ids, on every rank
+	BlockIds      []uint32               `protobuf:"varint,10,rep,packed,name=block_ids,json=blockIds,proto3" json:"block_ids,omitempty"` // one a hash, the same on every rank; empty: nothing is lent
+	Generations   []uint64               `protobuf:"varint,11,rep,packed,name=generations,proto3" json:"generations,omitempty"`           // of these blocks, as the table holds them now
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Offer) Reset() {
 	*x = Offer{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[17]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1940,7 +2262,7 @@ func (x *Offer) String() string {
 func (*Offer) ProtoMessage() {}
 
 func (x *Offer) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[17]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1953,7 +2275,7 @@ func (x *Offer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Offer.ProtoReflect.Descriptor instead.
 func (*Offer) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{17}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Offer) GetOfferId() []byte {
@@ -2005,6 +2327,209 @@ func (x *Offer) GetLifetimeMs() uint32 {
 	return 0
 }
 
+func (x *Offer) GetOpenEnded() bool {
+	if x != nil {
+		return x.OpenEnded
+	}
+	return false
+}
+
+func (x *Offer) GetRegion() uint32 {
+	if x != nil {
+		return x.Region
+	}
+	return 0
+}
+
+func (x *Offer) GetBlockIds() []uint32 {
+	if x != nil {
+		return x.BlockIds
+	}
+	return nil
+}
+
+func (x *Offer) GetGenerations() []uint64 {
+	if x != nil {
+		return x.Generations
+	}
+	return nil
+}
+
+// CompleteOffer: the prompt of an open-ended offer is computed.
+type CompleteOffer struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	OfferId       []byte                 `protobuf:"bytes,1,opt,name=offer_id,json=offerId,proto3" json:"offer_id,omitempty"`
+	Region        uint32                 `protobuf:"varint,2,opt,name=region,proto3" json:"region,omitempty"` // as in Offer
+	BlockIds      []uint32               `protobuf:"varint,3,rep,packed,name=block_ids,json=blockIds,proto3" json:"block_ids,omitempty"`
+	Generations   []uint64               `protobuf:"varint,4,rep,packed,name=generations,proto3" json:"generations,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CompleteOffer) Reset() {
+	*x = CompleteOffer{}
+	mi := &file_kvferry_v1_engine_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CompleteOffer) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CompleteOffer) ProtoMessage() {}
+
+func (x *CompleteOffer) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_engine_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CompleteOffer.ProtoReflect.Descriptor instead.
+func (*CompleteOffer) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *CompleteOffer) GetOfferId() []byte {
+	if x != nil {
+		return x.OfferId
+	}
+	return nil
+}
+
+func (x *CompleteOffer) GetRegion() uint32 {
+	if x != nil {
+		return x.Region
+	}
+	return 0
+}
+
+func (x *CompleteOffer) GetBlockIds() []uint32 {
+	if x != nil {
+		return x.BlockIds
+	}
+	return nil
+}
+
+func (x *CompleteOffer) GetGenerations() []uint64 {
+	if x != nil {
+		return x.Generations
+	}
+	return nil
+}
+
+// EndOffer takes an offer back: its request was aborted. Claims of it learn that what is not stored is missing.
+type EndOffer struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	OfferId       []byte                 `protobuf:"bytes,1,opt,name=offer_id,json=offerId,proto3" json:"offer_id,omitempty"`
+	Reason        string                 `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"` // at most 256 bytes
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EndOffer) Reset() {
+	*x = EndOffer{}
+	mi := &file_kvferry_v1_engine_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EndOffer) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EndOffer) ProtoMessage() {}
+
+func (x *EndOffer) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_engine_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EndOffer.ProtoReflect.Descriptor instead.
+func (*EndOffer) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *EndOffer) GetOfferId() []byte {
+	if x != nil {
+		return x.OfferId
+	}
+	return nil
+}
+
+func (x *EndOffer) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+// OfferServed tells a worker that nobody reads its blocks for this offer any more: its rank was served, or the offer has ended. Once for each offer with block_ids and rank.
+type OfferServed struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	OfferId       []byte                 `protobuf:"bytes,1,opt,name=offer_id,json=offerId,proto3" json:"offer_id,omitempty"`
+	Reason        string                 `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"` // "done", "expired", ...
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *OfferServed) Reset() {
+	*x = OfferServed{}
+	mi := &file_kvferry_v1_engine_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *OfferServed) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*OfferServed) ProtoMessage() {}
+
+func (x *OfferServed) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_engine_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use OfferServed.ProtoReflect.Descriptor instead.
+func (*OfferServed) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *OfferServed) GetOfferId() []byte {
+	if x != nil {
+		return x.OfferId
+	}
+	return nil
+}
+
+func (x *OfferServed) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
 // Refused answers a message that has no operation (Offer, UseSpace, Release, ...).
 type Refused struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -2017,7 +2542,7 @@ type Refused struct {
 
 func (x *Refused) Reset() {
 	*x = Refused{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[18]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2029,7 +2554,7 @@ func (x *Refused) String() string {
 func (*Refused) ProtoMessage() {}
 
 func (x *Refused) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[18]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2042,7 +2567,7 @@ func (x *Refused) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Refused.ProtoReflect.Descriptor instead.
 func (*Refused) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{18}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Refused) GetField() string {
@@ -2076,7 +2601,7 @@ type ReleaseLease struct {
 
 func (x *ReleaseLease) Reset() {
 	*x = ReleaseLease{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[19]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2088,7 +2613,7 @@ func (x *ReleaseLease) String() string {
 func (*ReleaseLease) ProtoMessage() {}
 
 func (x *ReleaseLease) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[19]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2101,7 +2626,7 @@ func (x *ReleaseLease) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseLease.ProtoReflect.Descriptor instead.
 func (*ReleaseLease) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{19}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ReleaseLease) GetRequestIds() []string {
@@ -2121,7 +2646,7 @@ type Draining struct {
 
 func (x *Draining) Reset() {
 	*x = Draining{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[20]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2133,7 +2658,7 @@ func (x *Draining) String() string {
 func (*Draining) ProtoMessage() {}
 
 func (x *Draining) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[20]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2146,7 +2671,7 @@ func (x *Draining) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Draining.ProtoReflect.Descriptor instead.
 func (*Draining) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{20}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *Draining) GetDeadlineMs() uint32 {
@@ -2159,17 +2684,19 @@ func (x *Draining) GetDeadlineMs() uint32 {
 type MatchRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	SessionId     uint64                 `protobuf:"varint,1,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
-	RequestId     string                 `protobuf:"bytes,2,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"` // 1..256 bytes; owner of the lease
-	SpaceId       []byte                 `protobuf:"bytes,3,opt,name=space_id,json=spaceId,proto3" json:"space_id,omitempty"`       // 32 bytes
-	Hashes        []byte                 `protobuf:"bytes,4,opt,name=hashes,proto3" json:"hashes,omitempty"`                        // packed, at most match_blocks_max
-	LeaseMs       uint32                 `protobuf:"varint,5,opt,name=lease_ms,json=leaseMs,proto3" json:"lease_ms,omitempty"`      // 0: the daemon's default; at most 600000
+	RequestId     string                 `protobuf:"bytes,2,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`  // 1..256 bytes; owner of the lease
+	SpaceId       []byte                 `protobuf:"bytes,3,opt,name=space_id,json=spaceId,proto3" json:"space_id,omitempty"`        // 32 bytes
+	Hashes        []byte                 `protobuf:"bytes,4,opt,name=hashes,proto3" json:"hashes,omitempty"`                         // packed, at most match_blocks_max
+	LeaseMs       uint32                 `protobuf:"varint,5,opt,name=lease_ms,json=leaseMs,proto3" json:"lease_ms,omitempty"`       // 0: the daemon's default; at most 600000
+	Peers         []string               `protobuf:"bytes,6,rep,name=peers,proto3" json:"peers,omitempty"`                           // host:port of Peer services of nodes that may have more of it, likeliest first; at most 4
+	ComputeUs     uint32                 `protobuf:"varint,7,opt,name=compute_us,json=computeUs,proto3" json:"compute_us,omitempty"` // what computing a block takes, as the engine measured it; 0: not known
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *MatchRequest) Reset() {
 	*x = MatchRequest{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[21]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2181,7 +2708,7 @@ func (x *MatchRequest) String() string {
 func (*MatchRequest) ProtoMessage() {}
 
 func (x *MatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[21]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2194,7 +2721,7 @@ func (x *MatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MatchRequest.ProtoReflect.Descriptor instead.
 func (*MatchRequest) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{21}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *MatchRequest) GetSessionId() uint64 {
@@ -2232,20 +2759,37 @@ func (x *MatchRequest) GetLeaseMs() uint32 {
 	return 0
 }
 
+func (x *MatchRequest) GetPeers() []string {
+	if x != nil {
+		return x.Peers
+	}
+	return nil
+}
+
+func (x *MatchRequest) GetComputeUs() uint32 {
+	if x != nil {
+		return x.ComputeUs
+	}
+	return 0
+}
+
 type MatchResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Blocks        uint32                 `protobuf:"varint,1,opt,name=blocks,proto3" json:"blocks,omitempty"`                           // longest resident prefix
 	DramBlocks    uint32                 `protobuf:"varint,2,opt,name=dram_blocks,json=dramBlocks,proto3" json:"dram_blocks,omitempty"` // of these, by the fastest tier that has them
 	NvmeBlocks    uint32                 `protobuf:"varint,3,opt,name=nvme_blocks,json=nvmeBlocks,proto3" json:"nvme_blocks,omitempty"`
-	RestoreUs     uint32                 `protobuf:"varint,4,opt,name=restore_us,json=restoreUs,proto3" json:"restore_us,omitempty"` // estimate for loading them
-	LeaseMs       uint32                 `protobuf:"varint,5,opt,name=lease_ms,json=leaseMs,proto3" json:"lease_ms,omitempty"`       // 0: nothing was leased
+	RestoreUs     uint32                 `protobuf:"varint,4,opt,name=restore_us,json=restoreUs,proto3" json:"restore_us,omitempty"`    // estimate for loading them
+	LeaseMs       uint32                 `protobuf:"varint,5,opt,name=lease_ms,json=leaseMs,proto3" json:"lease_ms,omitempty"`          // 0: nothing was leased
+	PeerBlocks    uint32                 `protobuf:"varint,6,opt,name=peer_blocks,json=peerBlocks,proto3" json:"peer_blocks,omitempty"` // the last of blocks, which a Load with this request_id fetches from a peer first, where they are leased
+	PeerUs        uint32                 `protobuf:"varint,7,opt,name=peer_us,json=peerUs,proto3" json:"peer_us,omitempty"`             // estimate for fetching them; 0: no peer was asked or none has more
+	PeerReason    string                 `protobuf:"bytes,8,opt,name=peer_reason,json=peerReason,proto3" json:"peer_reason,omitempty"`  // why the peers' blocks count or do not: "fetch", "compute is faster", ...; empty: none was asked
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *MatchResponse) Reset() {
 	*x = MatchResponse{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[22]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2257,7 +2801,7 @@ func (x *MatchResponse) String() string {
 func (*MatchResponse) ProtoMessage() {}
 
 func (x *MatchResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[22]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2270,7 +2814,7 @@ func (x *MatchResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MatchResponse.ProtoReflect.Descriptor instead.
 func (*MatchResponse) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{22}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *MatchResponse) GetBlocks() uint32 {
@@ -2308,6 +2852,27 @@ func (x *MatchResponse) GetLeaseMs() uint32 {
 	return 0
 }
 
+func (x *MatchResponse) GetPeerBlocks() uint32 {
+	if x != nil {
+		return x.PeerBlocks
+	}
+	return 0
+}
+
+func (x *MatchResponse) GetPeerUs() uint32 {
+	if x != nil {
+		return x.PeerUs
+	}
+	return 0
+}
+
+func (x *MatchResponse) GetPeerReason() string {
+	if x != nil {
+		return x.PeerReason
+	}
+	return ""
+}
+
 // Ticket travels from the prefill engine to the decode engine, base64 in kv_transfer_params["kvferry_ticket"].
 type Ticket struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -2315,7 +2880,7 @@ type Ticket struct {
 	Addresses     []string               `protobuf:"bytes,2,rep,name=addresses,proto3" json:"addresses,omitempty"` // host:port of the Peer service, by rank; one entry serves all ranks of one node
 	OfferId       []byte                 `protobuf:"bytes,3,opt,name=offer_id,json=offerId,proto3" json:"offer_id,omitempty"`
 	Secret        []byte                 `protobuf:"bytes,4,opt,name=secret,proto3" json:"secret,omitempty"`
-	Epoch         []byte                 `protobuf:"bytes,5,opt,name=epoch,proto3" json:"epoch,omitempty"`
+	Epoch         []byte                 `protobuf:"bytes,5,opt,name=epoch,proto3" json:"epoch,omitempty"` // 16 zero bytes for an open-ended offer whose id the router chose: any epoch that knows it
 	SpaceId       []byte                 `protobuf:"bytes,6,opt,name=space_id,json=spaceId,proto3" json:"space_id,omitempty"`
 	TailHash      []byte                 `protobuf:"bytes,7,opt,name=tail_hash,json=tailHash,proto3" json:"tail_hash,omitempty"`         // 32 bytes; hash of the last full block, which by chaining names all of them
 	Blocks        uint32                 `protobuf:"varint,8,opt,name=blocks,proto3" json:"blocks,omitempty"`                            // full blocks offered
@@ -2329,7 +2894,7 @@ type Ticket struct {
 
 func (x *Ticket) Reset() {
 	*x = Ticket{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[23]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2341,7 +2906,7 @@ func (x *Ticket) String() string {
 func (*Ticket) ProtoMessage() {}
 
 func (x *Ticket) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[23]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2354,7 +2919,7 @@ func (x *Ticket) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ticket.ProtoReflect.Descriptor instead.
 func (*Ticket) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{23}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *Ticket) GetWireVersion() uint32 {
@@ -2446,7 +3011,7 @@ var File_kvferry_v1_engine_proto protoreflect.FileDescriptor
 const file_kvferry_v1_engine_proto_rawDesc = "" +
 	"\n" +
 	"\x17kvferry/v1/engine.proto\x12\n" +
-	"kvferry.v1\"\xc7\x03\n" +
+	"kvferry.v1\"\xc0\x04\n" +
 	"\x0eSessionRequest\x12)\n" +
 	"\x05hello\x18\x01 \x01(\v2\x11.kvferry.v1.HelloH\x00R\x05hello\x123\n" +
 	"\tuse_space\x18\x02 \x01(\v2\x14.kvferry.v1.UseSpaceH\x00R\buseSpace\x12)\n" +
@@ -2456,8 +3021,11 @@ const file_kvferry_v1_engine_proto_rawDesc = "" +
 	"\arelease\x18\x06 \x01(\v2\x13.kvferry.v1.ReleaseH\x00R\arelease\x12,\n" +
 	"\x06revoke\x18\a \x01(\v2\x12.kvferry.v1.RevokeH\x00R\x06revoke\x12)\n" +
 	"\x05offer\x18\b \x01(\v2\x11.kvferry.v1.OfferH\x00R\x05offer\x12?\n" +
-	"\rrelease_lease\x18\t \x01(\v2\x18.kvferry.v1.ReleaseLeaseH\x00R\freleaseLeaseB\t\n" +
-	"\amessage\"\x9d\x03\n" +
+	"\rrelease_lease\x18\t \x01(\v2\x18.kvferry.v1.ReleaseLeaseH\x00R\freleaseLease\x12B\n" +
+	"\x0ecomplete_offer\x18\n" +
+	" \x01(\v2\x19.kvferry.v1.CompleteOfferH\x00R\rcompleteOffer\x123\n" +
+	"\tend_offer\x18\v \x01(\v2\x14.kvferry.v1.EndOfferH\x00R\bendOfferB\t\n" +
+	"\amessage\"\x90\x04\n" +
 	"\x0fSessionResponse\x12/\n" +
 	"\awelcome\x18\x01 \x01(\v2\x13.kvferry.v1.WelcomeH\x00R\awelcome\x122\n" +
 	"\battached\x18\x02 \x01(\v2\x14.kvferry.v1.AttachedH\x00R\battached\x129\n" +
@@ -2467,8 +3035,10 @@ const file_kvferry_v1_engine_proto_rawDesc = "" +
 	"\vload_result\x18\x05 \x01(\v2\x16.kvferry.v1.LoadResultH\x00R\n" +
 	"loadResult\x12/\n" +
 	"\arefused\x18\x06 \x01(\v2\x13.kvferry.v1.RefusedH\x00R\arefused\x122\n" +
-	"\bdraining\x18\a \x01(\v2\x14.kvferry.v1.DrainingH\x00R\bdrainingB\t\n" +
-	"\amessage\"\xed\x02\n" +
+	"\bdraining\x18\a \x01(\v2\x14.kvferry.v1.DrainingH\x00R\bdraining\x12<\n" +
+	"\foffer_served\x18\b \x01(\v2\x17.kvferry.v1.OfferServedH\x00R\vofferServed\x123\n" +
+	"\tlent_gone\x18\t \x01(\v2\x14.kvferry.v1.LentGoneH\x00R\blentGoneB\t\n" +
+	"\amessage\"\xae\x03\n" +
 	"\x05Hello\x12!\n" +
 	"\fwire_version\x18\x01 \x01(\rR\vwireVersion\x12$\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x10.kvferry.v1.RoleR\x04role\x12\x1a\n" +
@@ -2481,7 +3051,10 @@ const file_kvferry_v1_engine_proto_rawDesc = "" +
 	"\x0eengine_version\x18\t \x01(\tR\rengineVersion\x12'\n" +
 	"\x0fserving_address\x18\n" +
 	" \x01(\tR\x0eservingAddress\x12\x16\n" +
-	"\x06tenant\x18\v \x01(\tR\x06tenant\"\xe9\x03\n" +
+	"\x06tenant\x18\v \x01(\tR\x06tenant\x12 \n" +
+	"\vgenerations\x18\f \x01(\rR\vgenerations\x12\x1d\n" +
+	"\n" +
+	"reads_lent\x18\r \x01(\bR\treadsLent\"\xe9\x03\n" +
 	"\x05Space\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\x1a\n" +
 	"\brevision\x18\x02 \x01(\tR\brevision\x12-\n" +
@@ -2501,13 +3074,14 @@ const file_kvferry_v1_engine_proto_rawDesc = "" +
 	"\n" +
 	"shard_kind\x18\x0f \x01(\x0e2\x15.kvferry.v1.ShardKindR\tshardKind\x12%\n" +
 	"\x0ehash_algorithm\x18\x10 \x01(\tR\rhashAlgorithm\x12\x1b\n" +
-	"\thash_seed\x18\x11 \x01(\tR\bhashSeed\"\x9d\x01\n" +
+	"\thash_seed\x18\x11 \x01(\tR\bhashSeed\"\xb9\x01\n" +
 	"\x06Region\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\rR\x02id\x12*\n" +
 	"\x04kind\x18\x02 \x01(\x0e2\x16.kvferry.v1.RegionKindR\x04kind\x12\x14\n" +
 	"\x05bytes\x18\x03 \x01(\x04R\x05bytes\x12\x16\n" +
 	"\x06blocks\x18\x04 \x01(\rR\x06blocks\x12)\n" +
-	"\x06planes\x18\x05 \x03(\v2\x11.kvferry.v1.PlaneR\x06planes\"\x87\x01\n" +
+	"\x06planes\x18\x05 \x03(\v2\x11.kvferry.v1.PlaneR\x06planes\x12\x1a\n" +
+	"\bwritable\x18\x06 \x01(\bR\bwritable\"\x87\x01\n" +
 	"\x05Plane\x12\x12\n" +
 	"\x04base\x18\x01 \x01(\x04R\x04base\x12\x16\n" +
 	"\x06stride\x18\x02 \x01(\x04R\x06stride\x12\x14\n" +
@@ -2515,7 +3089,7 @@ const file_kvferry_v1_engine_proto_rawDesc = "" +
 	"\n" +
 	"head_first\x18\x04 \x01(\rR\theadFirst\x12\x1d\n" +
 	"\n" +
-	"head_count\x18\x05 \x01(\rR\theadCount\"\x80\x03\n" +
+	"head_count\x18\x05 \x01(\rR\theadCount\"\x98\x03\n" +
 	"\aWelcome\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\fR\x05epoch\x12\x1d\n" +
 	"\n" +
@@ -2531,7 +3105,8 @@ const file_kvferry_v1_engine_proto_rawDesc = "" +
 	"\fwire_version\x18\n" +
 	" \x01(\rR\vwireVersion\x12!\n" +
 	"\fpeer_address\x18\v \x01(\tR\vpeerAddress\x12\x18\n" +
-	"\aversion\x18\f \x01(\tR\aversion\"\n" +
+	"\aversion\x18\f \x01(\tR\aversion\x12\x16\n" +
+	"\x06direct\x18\r \x01(\bR\x06direct\"\n" +
 	"\n" +
 	"\bAttached\"O\n" +
 	"\bUseSpace\x12\x1a\n" +
@@ -2561,10 +3136,12 @@ const file_kvferry_v1_engine_proto_rawDesc = "" +
 	"request_id\x18\x04 \x01(\tR\trequestId\x12\x16\n" +
 	"\x06hashes\x18\x05 \x01(\fR\x06hashes\x12\x1f\n" +
 	"\vdeadline_ms\x18\x06 \x01(\rR\n" +
-	"deadlineMs\"F\n" +
+	"deadlineMs\"{\n" +
 	"\x06Accept\x12$\n" +
 	"\x04load\x18\x01 \x01(\v2\x10.kvferry.v1.LoadR\x04load\x12\x16\n" +
-	"\x06ticket\x18\x02 \x01(\fR\x06ticket\"\x88\x02\n" +
+	"\x06ticket\x18\x02 \x01(\fR\x06ticket\x12\x16\n" +
+	"\x06region\x18\x03 \x01(\rR\x06region\x12\x1b\n" +
+	"\tblock_ids\x18\x04 \x03(\rR\bblockIds\"\xc6\x02\n" +
 	"\n" +
 	"LoadResult\x12\x1c\n" +
 	"\toperation\x18\x01 \x01(\x04R\toperation\x12\x14\n" +
@@ -2576,7 +3153,19 @@ const file_kvferry_v1_engine_proto_rawDesc = "" +
 	"\x06crc32c\x18\a \x03(\aR\x06crc32c\x12\x1f\n" +
 	"\vshard_bytes\x18\b \x01(\x04R\n" +
 	"shardBytes\x12\x12\n" +
-	"\x04last\x18\t \x01(\bR\x04last\"L\n" +
+	"\x04last\x18\t \x01(\bR\x04last\x12\x16\n" +
+	"\x06source\x18\n" +
+	" \x01(\fR\x06source\x12$\n" +
+	"\x04lent\x18\v \x01(\v2\x10.kvferry.v1.LentR\x04lent\"\xaf\x01\n" +
+	"\x04Lent\x12\x16\n" +
+	"\x06handle\x18\x01 \x01(\x04R\x06handle\x12\x14\n" +
+	"\x05token\x18\x02 \x01(\fR\x05token\x12\x14\n" +
+	"\x05bytes\x18\x03 \x01(\x04R\x05bytes\x12\x16\n" +
+	"\x06blocks\x18\x04 \x01(\rR\x06blocks\x12)\n" +
+	"\x06planes\x18\x05 \x03(\v2\x11.kvferry.v1.PlaneR\x06planes\x12 \n" +
+	"\vgenerations\x18\x06 \x01(\rR\vgenerations\"\"\n" +
+	"\bLentGone\x12\x16\n" +
+	"\x06handle\x18\x01 \x01(\x04R\x06handle\"L\n" +
 	"\aRelease\x12\x1e\n" +
 	"\n" +
 	"operations\x18\x01 \x03(\x04R\n" +
@@ -2591,7 +3180,7 @@ const file_kvferry_v1_engine_proto_rawDesc = "" +
 	"\aoutcome\x18\x02 \x01(\x0e2\x13.kvferry.v1.OutcomeR\aoutcome\x12\x16\n" +
 	"\x06reason\x18\x03 \x01(\tR\x06reason\x12#\n" +
 	"\rblocks_stored\x18\x04 \x01(\rR\fblocksStored\x12%\n" +
-	"\x0eblocks_present\x18\x05 \x01(\rR\rblocksPresent\"\xc5\x01\n" +
+	"\x0eblocks_present\x18\x05 \x01(\rR\rblocksPresent\"\xbb\x02\n" +
 	"\x05Offer\x12\x19\n" +
 	"\boffer_id\x18\x01 \x01(\fR\aofferId\x12\x16\n" +
 	"\x06secret\x18\x02 \x01(\fR\x06secret\x12\x19\n" +
@@ -2601,7 +3190,24 @@ const file_kvferry_v1_engine_proto_rawDesc = "" +
 	"\x06hashes\x18\x05 \x01(\fR\x06hashes\x12\x16\n" +
 	"\x06tokens\x18\x06 \x01(\rR\x06tokens\x12\x1f\n" +
 	"\vlifetime_ms\x18\a \x01(\rR\n" +
-	"lifetimeMs\"K\n" +
+	"lifetimeMs\x12\x1d\n" +
+	"\n" +
+	"open_ended\x18\b \x01(\bR\topenEnded\x12\x16\n" +
+	"\x06region\x18\t \x01(\rR\x06region\x12\x1b\n" +
+	"\tblock_ids\x18\n" +
+	" \x03(\rR\bblockIds\x12 \n" +
+	"\vgenerations\x18\v \x03(\x04R\vgenerations\"\x81\x01\n" +
+	"\rCompleteOffer\x12\x19\n" +
+	"\boffer_id\x18\x01 \x01(\fR\aofferId\x12\x16\n" +
+	"\x06region\x18\x02 \x01(\rR\x06region\x12\x1b\n" +
+	"\tblock_ids\x18\x03 \x03(\rR\bblockIds\x12 \n" +
+	"\vgenerations\x18\x04 \x03(\x04R\vgenerations\"=\n" +
+	"\bEndOffer\x12\x19\n" +
+	"\boffer_id\x18\x01 \x01(\fR\aofferId\x12\x16\n" +
+	"\x06reason\x18\x02 \x01(\tR\x06reason\"@\n" +
+	"\vOfferServed\x12\x19\n" +
+	"\boffer_id\x18\x01 \x01(\fR\aofferId\x12\x16\n" +
+	"\x06reason\x18\x02 \x01(\tR\x06reason\"K\n" +
 	"\aRefused\x12\x14\n" +
 	"\x05field\x18\x01 \x01(\tR\x05field\x12\x16\n" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\x12\x12\n" +
@@ -2611,7 +3217,7 @@ const file_kvferry_v1_engine_proto_rawDesc = "" +
 	"requestIds\"+\n" +
 	"\bDraining\x12\x1f\n" +
 	"\vdeadline_ms\x18\x01 \x01(\rR\n" +
-	"deadlineMs\"\x9a\x01\n" +
+	"deadlineMs\"\xcf\x01\n" +
 	"\fMatchRequest\x12\x1d\n" +
 	"\n" +
 	"session_id\x18\x01 \x01(\x04R\tsessionId\x12\x1d\n" +
@@ -2619,7 +3225,10 @@ const file_kvferry_v1_engine_proto_rawDesc = "" +
 	"request_id\x18\x02 \x01(\tR\trequestId\x12\x19\n" +
 	"\bspace_id\x18\x03 \x01(\fR\aspaceId\x12\x16\n" +
 	"\x06hashes\x18\x04 \x01(\fR\x06hashes\x12\x19\n" +
-	"\blease_ms\x18\x05 \x01(\rR\aleaseMs\"\xa3\x01\n" +
+	"\blease_ms\x18\x05 \x01(\rR\aleaseMs\x12\x14\n" +
+	"\x05peers\x18\x06 \x03(\tR\x05peers\x12\x1d\n" +
+	"\n" +
+	"compute_us\x18\a \x01(\rR\tcomputeUs\"\xfe\x01\n" +
 	"\rMatchResponse\x12\x16\n" +
 	"\x06blocks\x18\x01 \x01(\rR\x06blocks\x12\x1f\n" +
 	"\vdram_blocks\x18\x02 \x01(\rR\n" +
@@ -2628,7 +3237,12 @@ const file_kvferry_v1_engine_proto_rawDesc = "" +
 	"nvmeBlocks\x12\x1d\n" +
 	"\n" +
 	"restore_us\x18\x04 \x01(\rR\trestoreUs\x12\x19\n" +
-	"\blease_ms\x18\x05 \x01(\rR\aleaseMs\"\xd9\x02\n" +
+	"\blease_ms\x18\x05 \x01(\rR\aleaseMs\x12\x1f\n" +
+	"\vpeer_blocks\x18\x06 \x01(\rR\n" +
+	"peerBlocks\x12\x17\n" +
+	"\apeer_us\x18\a \x01(\rR\x06peerUs\x12\x1f\n" +
+	"\vpeer_reason\x18\b \x01(\tR\n" +
+	"peerReason\"\xd9\x02\n" +
 	"\x06Ticket\x12!\n" +
 	"\fwire_version\x18\x01 \x01(\rR\vwireVersion\x12\x1c\n" +
 	"\taddresses\x18\x02 \x03(\tR\taddresses\x12\x19\n" +
@@ -2663,7 +3277,12 @@ const file_kvferry_v1_engine_proto_rawDesc = "" +
 	"\x11BLOCK_STATUS_MISS\x10\x02\x12\x15\n" +
 	"\x11BLOCK_STATUS_BUSY\x10\x03\x12\x17\n" +
 	"\x13BLOCK_STATUS_FAILED\x10\x04\x12\x18\n" +
-	"\x14BLOCK_STATUS_EXPIRED\x10\x05*\x9f\x01\n" +
+	"\x14BLOCK_STATUS_EXPIRED\x10\x05*x\n" +
+	"\vBlockSource\x12\x15\n" +
+	"\x11BLOCK_SOURCE_POOL\x10\x00\x12\x15\n" +
+	"\x11BLOCK_SOURCE_LENT\x10\x01\x12\x1f\n" +
+	"\x1bBLOCK_SOURCE_LENT_UNCHECKED\x10\x02\x12\x1a\n" +
+	"\x16BLOCK_SOURCE_DELIVERED\x10\x03*\x9f\x01\n" +
 	"\aOutcome\x12\x17\n" +
 	"\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11OUTCOME_COMMITTED\x10\x01\x12\x13\n" +
@@ -2688,74 +3307,86 @@ func file_kvferry_v1_engine_proto_rawDescGZIP() []byte {
 	return file_kvferry_v1_engine_proto_rawDescData
 }
 
-var file_kvferry_v1_engine_proto_enumTypes = make([]protoimpl.EnumInfo, 5)
-var file_kvferry_v1_engine_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
+var file_kvferry_v1_engine_proto_enumTypes = make([]protoimpl.EnumInfo, 6)
+var file_kvferry_v1_engine_proto_msgTypes = make([]protoimpl.MessageInfo, 29)
 var file_kvferry_v1_engine_proto_goTypes = []any{
 	(Role)(0),               // 0: kvferry.v1.Role
 	(ShardKind)(0),          // 1: kvferry.v1.ShardKind
 	(RegionKind)(0),         // 2: kvferry.v1.RegionKind
 	(BlockStatus)(0),        // 3: kvferry.v1.BlockStatus
-	(Outcome)(0),            // 4: kvferry.v1.Outcome
-	(*SessionRequest)(nil),  // 5: kvferry.v1.SessionRequest
-	(*SessionResponse)(nil), // 6: kvferry.v1.SessionResponse
-	(*Hello)(nil),           // 7: kvferry.v1.Hello
-	(*Space)(nil),           // 8: kvferry.v1.Space
-	(*Region)(nil),          // 9: kvferry.v1.Region
-	(*Plane)(nil),           // 10: kvferry.v1.Plane
-	(*Welcome)(nil),         // 11: kvferry.v1.Welcome
-	(*Attached)(nil),        // 12: kvferry.v1.Attached
-	(*UseSpace)(nil),        // 13: kvferry.v1.UseSpace
-	(*SpaceReady)(nil),      // 14: kvferry.v1.SpaceReady
-	(*Store)(nil),           // 15: kvferry.v1.Store
-	(*Load)(nil),            // 16: kvferry.v1.Load
-	(*Accept)(nil),          // 17: kvferry.v1.Accept
-	(*LoadResult)(nil),      // 18: kvferry.v1.LoadResult
-	(*Release)(nil),         // 19: kvferry.v1.Release
-	(*Revoke)(nil),          // 20: kvferry.v1.Revoke
-	(*OperationEnd)(nil),    // 21: kvferry.v1.OperationEnd
-	(*Offer)(nil),           // 22: kvferry.v1.Offer
-	(*Refused)(nil),         // 23: kvferry.v1.Refused
-	(*ReleaseLease)(nil),    // 24: kvferry.v1.ReleaseLease
-	(*Draining)(nil),        // 25: kvferry.v1.Draining
-	(*MatchRequest)(nil),    // 26: kvferry.v1.MatchRequest
-	(*MatchResponse)(nil),   // 27: kvferry.v1.MatchResponse
-	(*Ticket)(nil),          // 28: kvferry.v1.Ticket
+	(BlockSource)(0),        // 4: kvferry.v1.BlockSource
+	(Outcome)(0),            // 5: kvferry.v1.Outcome
+	(*SessionRequest)(nil),  // 6: kvferry.v1.SessionRequest
+	(*SessionResponse)(nil), // 7: kvferry.v1.SessionResponse
+	(*Hello)(nil),           // 8: kvferry.v1.Hello
+	(*Space)(nil),           // 9: kvferry.v1.Space
+	(*Region)(nil),          // 10: kvferry.v1.Region
+	(*Plane)(nil),           // 11: kvferry.v1.Plane
+	(*Welcome)(nil),         // 12: kvferry.v1.Welcome
+	(*Attached)(nil),        // 13: kvferry.v1.Attached
+	(*UseSpace)(nil),        // 14: kvferry.v1.UseSpace
+	(*SpaceReady)(nil),      // 15: kvferry.v1.SpaceReady
+	(*Store)(nil),           // 16: kvferry.v1.Store
+	(*Load)(nil),            // 17: kvferry.v1.Load
+	(*Accept)(nil),          // 18: kvferry.v1.Accept
+	(*LoadResult)(nil),      // 19: kvferry.v1.LoadResult
+	(*Lent)(nil),            // 20: kvferry.v1.Lent
+	(*LentGone)(nil),        // 21: kvferry.v1.LentGone
+	(*Release)(nil),         // 22: kvferry.v1.Release
+	(*Revoke)(nil),          // 23: kvferry.v1.Revoke
+	(*OperationEnd)(nil),    // 24: kvferry.v1.OperationEnd
+	(*Offer)(nil),           // 25: kvferry.v1.Offer
+	(*CompleteOffer)(nil),   // 26: kvferry.v1.CompleteOffer
+	(*EndOffer)(nil),        // 27: kvferry.v1.EndOffer
+	(*OfferServed)(nil),     // 28: kvferry.v1.OfferServed
+	(*Refused)(nil),         // 29: kvferry.v1.Refused
+	(*ReleaseLease)(nil),    // 30: kvferry.v1.ReleaseLease
+	(*Draining)(nil),        // 31: kvferry.v1.Draining
+	(*MatchRequest)(nil),    // 32: kvferry.v1.MatchRequest
+	(*MatchResponse)(nil),   // 33: kvferry.v1.MatchResponse
+	(*Ticket)(nil),          // 34: kvferry.v1.Ticket
 }
 var file_kvferry_v1_engine_proto_depIdxs = []int32{
-	7,  // 0: kvferry.v1.SessionRequest.hello:type_name -> kvferry.v1.Hello
-	13, // 1: kvferry.v1.SessionRequest.use_space:type_name -> kvferry.v1.UseSpace
-	15, // 2: kvferry.v1.SessionRequest.store:type_name -> kvferry.v1.Store
-	16, // 3: kvferry.v1.SessionRequest.load:type_name -> kvferry.v1.Load
-	17, // 4: kvferry.v1.SessionRequest.accept:type_name -> kvferry.v1.Accept
-	19, // 5: kvferry.v1.SessionRequest.release:type_name -> kvferry.v1.Release
-	20, // 6: kvferry.v1.SessionRequest.revoke:type_name -> kvferry.v1.Revoke
-	22, // 7: kvferry.v1.SessionRequest.offer:type_name -> kvferry.v1.Offer
-	24, // 8: kvferry.v1.SessionRequest.release_lease:type_name -> kvferry.v1.ReleaseLease
-	11, // 9: kvferry.v1.SessionResponse.welcome:type_name -> kvferry.v1.Welcome
-	12, // 10: kvferry.v1.SessionResponse.attached:type_name -> kvferry.v1.Attached
-	14, // 11: kvferry.v1.SessionResponse.space_ready:type_name -> kvferry.v1.SpaceReady
-	21, // 12: kvferry.v1.SessionResponse.operation_end:type_name -> kvferry.v1.OperationEnd
-	18, // 13: kvferry.v1.SessionResponse.load_result:type_name -> kvferry.v1.LoadResult
-	23, // 14: kvferry.v1.SessionResponse.refused:type_name -> kvferry.v1.Refused
-	25, // 15: kvferry.v1.SessionResponse.draining:type_name -> kvferry.v1.Draining
-	0,  // 16: kvferry.v1.Hello.role:type_name -> kvferry.v1.Role
-	8,  // 17: kvferry.v1.Hello.space:type_name -> kvferry.v1.Space
-	9,  // 18: kvferry.v1.Hello.regions:type_name -> kvferry.v1.Region
-	1,  // 19: kvferry.v1.Space.shard_kind:type_name -> kvferry.v1.ShardKind
-	2,  // 20: kvferry.v1.Region.kind:type_name -> kvferry.v1.RegionKind
-	10, // 21: kvferry.v1.Region.planes:type_name -> kvferry.v1.Plane
-	8,  // 22: kvferry.v1.UseSpace.space:type_name -> kvferry.v1.Space
-	16, // 23: kvferry.v1.Accept.load:type_name -> kvferry.v1.Load
-	4,  // 24: kvferry.v1.OperationEnd.outcome:type_name -> kvferry.v1.Outcome
-	5,  // 25: kvferry.v1.Engine.Session:input_type -> kvferry.v1.SessionRequest
-	26, // 26: kvferry.v1.Engine.Match:input_type -> kvferry.v1.MatchRequest
-	6,  // 27: kvferry.v1.Engine.Session:output_type -> kvferry.v1.SessionResponse
-	27, // 28: kvferry.v1.Engine.Match:output_type -> kvferry.v1.MatchResponse
-	27, // [27:29] is the sub-list for method output_type
-	25, // [25:27] is the sub-list for method input_type
-	25, // [25:25] is the sub-list for extension type_name
-	25, // [25:25] is the sub-list for extension extendee
-	0,  // [0:25] is the sub-list for field type_name
+	8,  // 0: kvferry.v1.SessionRequest.hello:type_name -> kvferry.v1.Hello
+	14, // 1: kvferry.v1.SessionRequest.use_space:type_name -> kvferry.v1.UseSpace
+	16, // 2: kvferry.v1.SessionRequest.store:type_name -> kvferry.v1.Store
+	17, // 3: kvferry.v1.SessionRequest.load:type_name -> kvferry.v1.Load
+	18, // 4: kvferry.v1.SessionRequest.accept:type_name -> kvferry.v1.Accept
+	22, // 5: kvferry.v1.SessionRequest.release:type_name -> kvferry.v1.Release
+	23, // 6: kvferry.v1.SessionRequest.revoke:type_name -> kvferry.v1.Revoke
+	25, // 7: kvferry.v1.SessionRequest.offer:type_name -> kvferry.v1.Offer
+	30, // 8: kvferry.v1.SessionRequest.release_lease:type_name -> kvferry.v1.ReleaseLease
+	26, // 9: kvferry.v1.SessionRequest.complete_offer:type_name -> kvferry.v1.CompleteOffer
+	27, // 10: kvferry.v1.SessionRequest.end_offer:type_name -> kvferry.v1.EndOffer
+	12, // 11: kvferry.v1.SessionResponse.welcome:type_name -> kvferry.v1.Welcome
+	13, // 12: kvferry.v1.SessionResponse.attached:type_name -> kvferry.v1.Attached
+	15, // 13: kvferry.v1.SessionResponse.space_ready:type_name -> kvferry.v1.SpaceReady
+	24, // 14: kvferry.v1.SessionResponse.operation_end:type_name -> kvferry.v1.OperationEnd
+	19, // 15: kvferry.v1.SessionResponse.load_result:type_name -> kvferry.v1.LoadResult
+	29, // 16: kvferry.v1.SessionResponse.refused:type_name -> kvferry.v1.Refused
+	31, // 17: kvferry.v1.SessionResponse.draining:type_name -> kvferry.v1.Draining
+	28, // 18: kvferry.v1.SessionResponse.offer_served:type_name -> kvferry.v1.OfferServed
+	21, // 19: kvferry.v1.SessionResponse.lent_gone:type_name -> kvferry.v1.LentGone
+	0,  // 20: kvferry.v1.Hello.role:type_name -> kvferry.v1.Role
+	9,  // 21: kvferry.v1.Hello.space:type_name -> kvferry.v1.Space
+	10, // 22: kvferry.v1.Hello.regions:type_name -> kvferry.v1.Region
+	1,  // 23: kvferry.v1.Space.shard_kind:type_name -> kvferry.v1.ShardKind
+	2,  // 24: kvferry.v1.Region.kind:type_name -> kvferry.v1.RegionKind
+	11, // 25: kvferry.v1.Region.planes:type_name -> kvferry.v1.Plane
+	9,  // 26: kvferry.v1.UseSpace.space:type_name -> kvferry.v1.Space
+	17, // 27: kvferry.v1.Accept.load:type_name -> kvferry.v1.Load
+	20, // 28: kvferry.v1.LoadResult.lent:type_name -> kvferry.v1.Lent
+	11, // 29: kvferry.v1.Lent.planes:type_name -> kvferry.v1.Plane
+	5,  // 30: kvferry.v1.OperationEnd.outcome:type_name -> kvferry.v1.Outcome
+	6,  // 31: kvferry.v1.Engine.Session:input_type -> kvferry.v1.SessionRequest
+	32, // 32: kvferry.v1.Engine.Match:input_type -> kvferry.v1.MatchRequest
+	7,  // 33: kvferry.v1.Engine.Session:output_type -> kvferry.v1.SessionResponse
+	33, // 34: kvferry.v1.Engine.Match:output_type -> kvferry.v1.MatchResponse
+	33, // [33:35] is the sub-list for method output_type
+	31, // [31:33] is the sub-list for method input_type
+	31, // [31:31] is the sub-list for extension type_name
+	31, // [31:31] is the sub-list for extension extendee
+	0,  // [0:31] is the sub-list for field type_name
 }
 
 func init() { file_kvferry_v1_engine_proto_init() }
@@ -2773,6 +3404,8 @@ func file_kvferry_v1_engine_proto_init() {
 		(*SessionRequest_Revoke)(nil),
 		(*SessionRequest_Offer)(nil),
 		(*SessionRequest_ReleaseLease)(nil),
+		(*SessionRequest_CompleteOffer)(nil),
+		(*SessionRequest_EndOffer)(nil),
 	}
 	file_kvferry_v1_engine_proto_msgTypes[1].OneofWrappers = []any{
 		(*SessionResponse_Welcome)(nil),
@@ -2782,14 +3415,16 @@ func file_kvferry_v1_engine_proto_init() {
 		(*SessionResponse_LoadResult)(nil),
 		(*SessionResponse_Refused)(nil),
 		(*SessionResponse_Draining)(nil),
+		(*SessionResponse_OfferServed)(nil),
+		(*SessionResponse_LentGone)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvferry_v1_engine_proto_rawDesc), len(file_kvferry_v1_engine_proto_rawDesc)),
-			NumEnums:      5,
-			NumMessages:   24,
+			NumEnums:      6,
+			NumMessages:   29,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -30,6 +30,7 @@ const (
 	ClaimStatus_CLAIM_STATUS_STORED      ClaimStatus = 1 // pinned for this claim, readable
 	ClaimStatus_CLAIM_STATUS_PENDING     ClaimStatus = 2 // its store was still running when wait_ms had passed: ask again
 	ClaimStatus_CLAIM_STATUS_MISSING     ClaimStatus = 3 // will not come
+	ClaimStatus_CLAIM_STATUS_LENT        ClaimStatus = 4 // readable in the memory of the worker that offers it; its checksum is told by Confirm
 )
 
 // Enum value maps for ClaimStatus.
@@ -39,12 +40,14 @@ var (
 		1: "CLAIM_STATUS_STORED",
 		2: "CLAIM_STATUS_PENDING",
 		3: "CLAIM_STATUS_MISSING",
+		4: "CLAIM_STATUS_LENT",
 	}
 	ClaimStatus_value = map[string]int32{
 		"CLAIM_STATUS_UNSPECIFIED": 0,
 		"CLAIM_STATUS_STORED":      1,
 		"CLAIM_STATUS_PENDING":     2,
 		"CLAIM_STATUS_MISSING":     3,
+		"CLAIM_STATUS_LENT":        4,
 	}
 )
 
@@ -78,16 +81,18 @@ func (ClaimStatus) EnumDescriptor() ([]byte, []int) {
 type ClaimRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	WireVersion   uint32                 `protobuf:"varint,1,opt,name=wire_version,json=wireVersion,proto3" json:"wire_version,omitempty"`
-	Epoch         []byte                 `protobuf:"bytes,2,opt,name=epoch,proto3" json:"epoch,omitempty"`                    // 16 bytes, of the daemon that is asked
+	Epoch         []byte                 `protobuf:"bytes,2,opt,name=epoch,proto3" json:"epoch,omitempty"`                    // 16 bytes, of the daemon that is asked; zero: any (of an offer whose id the router chose)
 	OfferId       []byte                 `protobuf:"bytes,3,opt,name=offer_id,json=offerId,proto3" json:"offer_id,omitempty"` // 16 bytes
 	Secret        []byte                 `protobuf:"bytes,4,opt,name=secret,proto3" json:"secret,omitempty"`                  // 16 bytes
 	Instance      string                 `protobuf:"bytes,5,opt,name=instance,proto3" json:"instance,omitempty"`              // that decodes; 1..128 bytes
 	Rank          uint32                 `protobuf:"varint,6,opt,name=rank,proto3" json:"rank,omitempty"`
-	ClaimId       uint64                 `protobuf:"varint,7,opt,name=claim_id,json=claimId,proto3" json:"claim_id,omitempty"` // chosen by the claimer, one for each attempt of a request
-	SpaceId       []byte                 `protobuf:"bytes,8,opt,name=space_id,json=spaceId,proto3" json:"space_id,omitempty"`  // 32 bytes
-	Hashes        []byte                 `protobuf:"bytes,9,opt,name=hashes,proto3" json:"hashes,omitempty"`                   // packed; a part of the offer's blocks
-	WaitMs        uint32                 `protobuf:"varint,10,opt,name=wait_ms,json=waitMs,proto3" json:"wait_ms,omitempty"`   // at most 5000
-	Tp            uint32                 `protobuf:"varint,11,opt,name=tp,proto3" json:"tp,omitempty"`                         // ranks of the claimer: must equal the offer's
+	ClaimId       uint64                 `protobuf:"varint,7,opt,name=claim_id,json=claimId,proto3" json:"claim_id,omitempty"`        // chosen by the claimer, one for each attempt of a request
+	SpaceId       []byte                 `protobuf:"bytes,8,opt,name=space_id,json=spaceId,proto3" json:"space_id,omitempty"`         // 32 bytes
+	Hashes        []byte                 `protobuf:"bytes,9,opt,name=hashes,proto3" json:"hashes,omitempty"`                          // packed; a part of the offer's blocks
+	WaitMs        uint32                 `protobuf:"varint,10,opt,name=wait_ms,json=waitMs,proto3" json:"wait_ms,omitempty"`          // at most 5000
+	Tp            uint32                 `protobuf:"varint,11,opt,name=tp,proto3" json:"tp,omitempty"`                                // ranks of the claimer: must equal the offer's
+	ReadsLent     bool                   `protobuf:"varint,12,opt,name=reads_lent,json=readsLent,proto3" json:"reads_lent,omitempty"` // LENT may be answered
+	Path          string                 `protobuf:"bytes,13,opt,name=path,proto3" json:"path,omitempty"`                             // how the blocks will go, for people; at most 128 bytes
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -199,16 +204,31 @@ func (x *ClaimRequest) GetTp() uint32 {
 	return 0
 }
 
+func (x *ClaimRequest) GetReadsLent() bool {
+	if x != nil {
+		return x.ReadsLent
+	}
+	return false
+}
+
+func (x *ClaimRequest) GetPath() string {
+	if x != nil {
+		return x.Path
+	}
+	return ""
+}
+
 type ClaimResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	DataAddress   string                 `protobuf:"bytes,1,opt,name=data_address,json=dataAddress,proto3" json:"data_address,omitempty"` // host:port of the data protocol
 	DataKey       []byte                 `protobuf:"bytes,2,opt,name=data_key,json=dataKey,proto3" json:"data_key,omitempty"`             // 16 bytes: names the claim there
 	Status        []byte                 `protobuf:"bytes,3,opt,name=status,proto3" json:"status,omitempty"`                              // one byte a hash: ClaimStatus
-	Offsets       []uint64               `protobuf:"varint,4,rep,packed,name=offsets,proto3" json:"offsets,omitempty"`                    // in the peer's pool; 0 where not STORED
+	Offsets       []uint64               `protobuf:"varint,4,rep,packed,name=offsets,proto3" json:"offsets,omitempty"`                    // in the data protocol, for STORED and LENT; 0 else
 	Crc32C        []uint32               `protobuf:"fixed32,5,rep,packed,name=crc32c,proto3" json:"crc32c,omitempty"`                     // of the whole shard
 	ShardBytes    uint64                 `protobuf:"varint,6,opt,name=shard_bytes,json=shardBytes,proto3" json:"shard_bytes,omitempty"`
 	LeaseMs       uint32                 `protobuf:"varint,7,opt,name=lease_ms,json=leaseMs,proto3" json:"lease_ms,omitempty"` // renew before it has passed
 	Parents       []byte                 `protobuf:"bytes,8,opt,name=parents,proto3" json:"parents,omitempty"`                 // packed, one a hash: the block before it, 32 zero bytes for the first of a chain; empty from daemons that do not tell
+	Epoch         []byte                 `protobuf:"bytes,9,opt,name=epoch,proto3" json:"epoch,omitempty"`                     // 16 bytes, of the daemon that answers
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -299,6 +319,293 @@ func (x *ClaimResponse) GetParents() []byte {
 	return nil
 }
 
+func (x *ClaimResponse) GetEpoch() []byte {
+	if x != nil {
+		return x.Epoch
+	}
+	return nil
+}
+
+type ConfirmRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Epoch         []byte                 `protobuf:"bytes,1,opt,name=epoch,proto3" json:"epoch,omitempty"`
+	DataKey       []byte                 `protobuf:"bytes,2,opt,name=data_key,json=dataKey,proto3" json:"data_key,omitempty"`
+	Offsets       []uint64               `protobuf:"varint,3,rep,packed,name=offsets,proto3" json:"offsets,omitempty"` // of LENT blocks, as they were told; at most load_blocks_max
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ConfirmRequest) Reset() {
+	*x = ConfirmRequest{}
+	mi := &file_kvferry_v1_peer_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ConfirmRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ConfirmRequest) ProtoMessage() {}
+
+func (x *ConfirmRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_peer_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ConfirmRequest.ProtoReflect.Descriptor instead.
+func (*ConfirmRequest) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_peer_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *ConfirmRequest) GetEpoch() []byte {
+	if x != nil {
+		return x.Epoch
+	}
+	return nil
+}
+
+func (x *ConfirmRequest) GetDataKey() []byte {
+	if x != nil {
+		return x.DataKey
+	}
+	return nil
+}
+
+func (x *ConfirmRequest) GetOffsets() []uint64 {
+	if x != nil {
+		return x.Offsets
+	}
+	return nil
+}
+
+type ConfirmResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Held          []byte                 `protobuf:"bytes,1,opt,name=held,proto3" json:"held,omitempty"`              // one byte an offset: 1 where the generation held
+	Crc32C        []uint32               `protobuf:"fixed32,2,rep,packed,name=crc32c,proto3" json:"crc32c,omitempty"` // of the whole shard; 0 where it did not
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ConfirmResponse) Reset() {
+	*x = ConfirmResponse{}
+	mi := &file_kvferry_v1_peer_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ConfirmResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ConfirmResponse) ProtoMessage() {}
+
+func (x *ConfirmResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_peer_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ConfirmResponse.ProtoReflect.Descriptor instead.
+func (*ConfirmResponse) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_peer_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *ConfirmResponse) GetHeld() []byte {
+	if x != nil {
+		return x.Held
+	}
+	return nil
+}
+
+func (x *ConfirmResponse) GetCrc32C() []uint32 {
+	if x != nil {
+		return x.Crc32C
+	}
+	return nil
+}
+
+type FetchRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	WireVersion   uint32                 `protobuf:"varint,1,opt,name=wire_version,json=wireVersion,proto3" json:"wire_version,omitempty"`
+	SpaceId       []byte                 `protobuf:"bytes,2,opt,name=space_id,json=spaceId,proto3" json:"space_id,omitempty"` // 32 bytes
+	Hashes        []byte                 `protobuf:"bytes,3,opt,name=hashes,proto3" json:"hashes,omitempty"`                  // packed, the chain from the first block that is wanted
+	Instance      string                 `protobuf:"bytes,4,opt,name=instance,proto3" json:"instance,omitempty"`              // that will claim; 1..128 bytes
+	Tp            uint32                 `protobuf:"varint,5,opt,name=tp,proto3" json:"tp,omitempty"`
+	LeaseMs       uint32                 `protobuf:"varint,6,opt,name=lease_ms,json=leaseMs,proto3" json:"lease_ms,omitempty"` // at most 600000
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *FetchRequest) Reset() {
+	*x = FetchRequest{}
+	mi := &file_kvferry_v1_peer_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FetchRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FetchRequest) ProtoMessage() {}
+
+func (x *FetchRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_peer_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FetchRequest.ProtoReflect.Descriptor instead.
+func (*FetchRequest) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_peer_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *FetchRequest) GetWireVersion() uint32 {
+	if x != nil {
+		return x.WireVersion
+	}
+	return 0
+}
+
+func (x *FetchRequest) GetSpaceId() []byte {
+	if x != nil {
+		return x.SpaceId
+	}
+	return nil
+}
+
+func (x *FetchRequest) GetHashes() []byte {
+	if x != nil {
+		return x.Hashes
+	}
+	return nil
+}
+
+func (x *FetchRequest) GetInstance() string {
+	if x != nil {
+		return x.Instance
+	}
+	return ""
+}
+
+func (x *FetchRequest) GetTp() uint32 {
+	if x != nil {
+		return x.Tp
+	}
+	return 0
+}
+
+func (x *FetchRequest) GetLeaseMs() uint32 {
+	if x != nil {
+		return x.LeaseMs
+	}
+	return 0
+}
+
+type FetchResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Epoch         []byte                 `protobuf:"bytes,1,opt,name=epoch,proto3" json:"epoch,omitempty"`
+	OfferId       []byte                 `protobuf:"bytes,2,opt,name=offer_id,json=offerId,proto3" json:"offer_id,omitempty"` // 16 bytes; empty where nothing was found
+	Secret        []byte                 `protobuf:"bytes,3,opt,name=secret,proto3" json:"secret,omitempty"`
+	Blocks        uint32                 `protobuf:"varint,4,opt,name=blocks,proto3" json:"blocks,omitempty"` // the longest prefix of hashes that is resident
+	LeaseMs       uint32                 `protobuf:"varint,5,opt,name=lease_ms,json=leaseMs,proto3" json:"lease_ms,omitempty"`
+	ShardBytes    uint64                 `protobuf:"varint,6,opt,name=shard_bytes,json=shardBytes,proto3" json:"shard_bytes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *FetchResponse) Reset() {
+	*x = FetchResponse{}
+	mi := &file_kvferry_v1_peer_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FetchResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FetchResponse) ProtoMessage() {}
+
+func (x *FetchResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_peer_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FetchResponse.ProtoReflect.Descriptor instead.
+func (*FetchResponse) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_peer_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *FetchResponse) GetEpoch() []byte {
+	if x != nil {
+		return x.Epoch
+	}
+	return nil
+}
+
+func (x *FetchResponse) GetOfferId() []byte {
+	if x != nil {
+		return x.OfferId
+	}
+	return nil
+}
+
+func (x *FetchResponse) GetSecret() []byte {
+	if x != nil {
+		return x.Secret
+	}
+	return nil
+}
+
+func (x *FetchResponse) GetBlocks() uint32 {
+	if x != nil {
+		return x.Blocks
+	}
+	return 0
+}
+
+func (x *FetchResponse) GetLeaseMs() uint32 {
+	if x != nil {
+		return x.LeaseMs
+	}
+	return 0
+}
+
+func (x *FetchResponse) GetShardBytes() uint64 {
+	if x != nil {
+		return x.ShardBytes
+	}
+	return 0
+}
+
 type RenewRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Epoch         []byte                 `protobuf:"bytes,1,opt,name=epoch,proto3" json:"epoch,omitempty"`
@@ -309,7 +616,7 @@ type RenewRequest struct {
 
 func (x *RenewRequest) Reset() {
 	*x = RenewRequest{}
-	mi := &file_kvferry_v1_peer_proto_msgTypes[2]
+	mi := &file_kvferry_v1_peer_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -321,7 +628,7 @@ func (x *RenewRequest) String() string {
 func (*RenewRequest) ProtoMessage() {}
 
 func (x *RenewRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_peer_proto_msgTypes[2]
+	mi := &file_kvferry_v1_peer_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -334,7 +641,7 @@ func (x *RenewRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewRequest.ProtoReflect.Descriptor instead.
 func (*RenewRequest) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_peer_proto_rawDescGZIP(), []int{2}
+	return file_kvferry_v1_peer_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *RenewRequest) GetEpoch() []byte {
@@ -360,7 +667,7 @@ type RenewResponse struct {
 
 func (x *RenewResponse) Reset() {
 	*x = RenewResponse{}
-	mi := &file_kvferry_v1_peer_proto_msgTypes[3]
+	mi := &file_kvferry_v1_peer_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -372,7 +679,7 @@ func (x *RenewResponse) String() string {
 func (*RenewResponse) ProtoMessage() {}
 
 func (x *RenewResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_peer_proto_msgTypes[3]
+	mi := &file_kvferry_v1_peer_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -385,7 +692,7 @@ func (x *RenewResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewResponse.ProtoReflect.Descriptor instead.
 func (*RenewResponse) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_peer_proto_rawDescGZIP(), []int{3}
+	return file_kvferry_v1_peer_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *RenewResponse) GetEnded() [][]byte {
@@ -407,7 +714,7 @@ type EndClaimRequest struct {
 
 func (x *EndClaimRequest) Reset() {
 	*x = EndClaimRequest{}
-	mi := &file_kvferry_v1_peer_proto_msgTypes[4]
+	mi := &file_kvferry_v1_peer_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -419,7 +726,7 @@ func (x *EndClaimRequest) String() string {
 func (*EndClaimRequest) ProtoMessage() {}
 
 func (x *EndClaimRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_peer_proto_msgTypes[4]
+	mi := &file_kvferry_v1_peer_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -432,7 +739,7 @@ func (x *EndClaimRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EndClaimRequest.ProtoReflect.Descriptor instead.
 func (*EndClaimRequest) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_peer_proto_rawDescGZIP(), []int{4}
+	return file_kvferry_v1_peer_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *EndClaimRequest) GetEpoch() []byte {
@@ -471,7 +778,7 @@ type EndClaimResponse struct {
 
 func (x *EndClaimResponse) Reset() {
 	*x = EndClaimResponse{}
-	mi := &file_kvferry_v1_peer_proto_msgTypes[5]
+	mi := &file_kvferry_v1_peer_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -483,7 +790,7 @@ func (x *EndClaimResponse) String() string {
 func (*EndClaimResponse) ProtoMessage() {}
 
 func (x *EndClaimResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_peer_proto_msgTypes[5]
+	mi := &file_kvferry_v1_peer_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -496,7 +803,7 @@ func (x *EndClaimResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EndClaimResponse.ProtoReflect.Descriptor instead.
 func (*EndClaimResponse) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_peer_proto_rawDescGZIP(), []int{5}
+	return file_kvferry_v1_peer_proto_rawDescGZIP(), []int{9}
 }
 
 var File_kvferry_v1_peer_proto protoreflect.FileDescriptor
@@ -504,7 +811,7 @@ var File_kvferry_v1_peer_proto protoreflect.FileDescriptor
 const file_kvferry_v1_peer_proto_rawDesc = "" +
 	"\n" +
 	"\x15kvferry/v1/peer.proto\x12\n" +
-	"kvferry.v1\"\xa1\x02\n" +
+	"kvferry.v1\"\xd4\x02\n" +
 	"\fClaimRequest\x12!\n" +
 	"\fwire_version\x18\x01 \x01(\rR\vwireVersion\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\fR\x05epoch\x12\x19\n" +
@@ -517,7 +824,10 @@ const file_kvferry_v1_peer_proto_rawDesc = "" +
 	"\x06hashes\x18\t \x01(\fR\x06hashes\x12\x17\n" +
 	"\await_ms\x18\n" +
 	" \x01(\rR\x06waitMs\x12\x0e\n" +
-	"\x02tp\x18\v \x01(\rR\x02tp\"\xed\x01\n" +
+	"\x02tp\x18\v \x01(\rR\x02tp\x12\x1d\n" +
+	"\n" +
+	"reads_lent\x18\f \x01(\bR\treadsLent\x12\x12\n" +
+	"\x04path\x18\r \x01(\tR\x04path\"\x83\x02\n" +
 	"\rClaimResponse\x12!\n" +
 	"\fdata_address\x18\x01 \x01(\tR\vdataAddress\x12\x19\n" +
 	"\bdata_key\x18\x02 \x01(\fR\adataKey\x12\x16\n" +
@@ -527,7 +837,30 @@ const file_kvferry_v1_peer_proto_rawDesc = "" +
 	"\vshard_bytes\x18\x06 \x01(\x04R\n" +
 	"shardBytes\x12\x19\n" +
 	"\blease_ms\x18\a \x01(\rR\aleaseMs\x12\x18\n" +
-	"\aparents\x18\b \x01(\fR\aparents\"A\n" +
+	"\aparents\x18\b \x01(\fR\aparents\x12\x14\n" +
+	"\x05epoch\x18\t \x01(\fR\x05epoch\"[\n" +
+	"\x0eConfirmRequest\x12\x14\n" +
+	"\x05epoch\x18\x01 \x01(\fR\x05epoch\x12\x19\n" +
+	"\bdata_key\x18\x02 \x01(\fR\adataKey\x12\x18\n" +
+	"\aoffsets\x18\x03 \x03(\x04R\aoffsets\"=\n" +
+	"\x0fConfirmResponse\x12\x12\n" +
+	"\x04held\x18\x01 \x01(\fR\x04held\x12\x16\n" +
+	"\x06crc32c\x18\x02 \x03(\aR\x06crc32c\"\xab\x01\n" +
+	"\fFetchRequest\x12!\n" +
+	"\fwire_version\x18\x01 \x01(\rR\vwireVersion\x12\x19\n" +
+	"\bspace_id\x18\x02 \x01(\fR\aspaceId\x12\x16\n" +
+	"\x06hashes\x18\x03 \x01(\fR\x06hashes\x12\x1a\n" +
+	"\binstance\x18\x04 \x01(\tR\binstance\x12\x0e\n" +
+	"\x02tp\x18\x05 \x01(\rR\x02tp\x12\x19\n" +
+	"\blease_ms\x18\x06 \x01(\rR\aleaseMs\"\xac\x01\n" +
+	"\rFetchResponse\x12\x14\n" +
+	"\x05epoch\x18\x01 \x01(\fR\x05epoch\x12\x19\n" +
+	"\boffer_id\x18\x02 \x01(\fR\aofferId\x12\x16\n" +
+	"\x06secret\x18\x03 \x01(\fR\x06secret\x12\x16\n" +
+	"\x06blocks\x18\x04 \x01(\rR\x06blocks\x12\x19\n" +
+	"\blease_ms\x18\x05 \x01(\rR\aleaseMs\x12\x1f\n" +
+	"\vshard_bytes\x18\x06 \x01(\x04R\n" +
+	"shardBytes\"A\n" +
 	"\fRenewRequest\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\fR\x05epoch\x12\x1b\n" +
 	"\tdata_keys\x18\x02 \x03(\fR\bdataKeys\"%\n" +
@@ -538,14 +871,17 @@ const file_kvferry_v1_peer_proto_rawDesc = "" +
 	"\bdata_key\x18\x02 \x01(\fR\adataKey\x12'\n" +
 	"\x0fblocks_received\x18\x03 \x01(\rR\x0eblocksReceived\x12\x16\n" +
 	"\x06reason\x18\x04 \x01(\tR\x06reason\"\x12\n" +
-	"\x10EndClaimResponse*x\n" +
+	"\x10EndClaimResponse*\x8f\x01\n" +
 	"\vClaimStatus\x12\x1c\n" +
 	"\x18CLAIM_STATUS_UNSPECIFIED\x10\x00\x12\x17\n" +
 	"\x13CLAIM_STATUS_STORED\x10\x01\x12\x18\n" +
 	"\x14CLAIM_STATUS_PENDING\x10\x02\x12\x18\n" +
-	"\x14CLAIM_STATUS_MISSING\x10\x032\xc9\x01\n" +
+	"\x14CLAIM_STATUS_MISSING\x10\x03\x12\x15\n" +
+	"\x11CLAIM_STATUS_LENT\x10\x042\xcb\x02\n" +
 	"\x04Peer\x12<\n" +
-	"\x05Claim\x12\x18.kvferry.v1.ClaimRequest\x1a\x19.kvferry.v1.ClaimResponse\x12<\n" +
+	"\x05Claim\x12\x18.kvferry.v1.ClaimRequest\x1a\x19.kvferry.v1.ClaimResponse\x12B\n" +
+	"\aConfirm\x12\x1a.kvferry.v1.ConfirmRequest\x1a\x1b.kvferry.v1.ConfirmResponse\x12<\n" +
+	"\x05Fetch\x12\x18.kvferry.v1.FetchRequest\x1a\x19.kvferry.v1.FetchResponse\x12<\n" +
 	"\x05Renew\x12\x18.kvferry.v1.RenewRequest\x1a\x19.kvferry.v1.RenewResponse\x12E\n" +
 	"\bEndClaim\x12\x1b.kvferry.v1.EndClaimRequest\x1a\x1c.kvferry.v1.EndClaimResponseB7Z5github.com/kvferry/kvferry/proto/kvferry/v1;kvferryv1b\x06proto3"
 
@@ -562,28 +898,36 @@ func file_kvferry_v1_peer_proto_rawDescGZIP() []byte {
 }
 
 var file_kvferry_v1_peer_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_kvferry_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 6)
+var file_kvferry_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 10)
 var file_kvferry_v1_peer_proto_goTypes = []any{
 	(ClaimStatus)(0),         // 0: kvferry.v1.ClaimStatus
 	(*ClaimRequest)(nil),     // 1: kvferry.v1.ClaimRequest
 	(*ClaimResponse)(nil),    // 2: kvferry.v1.ClaimResponse
-	(*RenewRequest)(nil),     // 3: kvferry.v1.RenewRequest
-	(*RenewResponse)(nil),    // 4: kvferry.v1.RenewResponse
-	(*EndClaimRequest)(nil),  // 5: kvferry.v1.EndClaimRequest
-	(*EndClaimResponse)(nil), // 6: kvferry.v1.EndClaimResponse
+	(*ConfirmRequest)(nil),   // 3: kvferry.v1.ConfirmRequest
+	(*ConfirmResponse)(nil),  // 4: kvferry.v1.ConfirmResponse
+	(*FetchRequest)(nil),     // 5: kvferry.v1.FetchRequest
+	(*FetchResponse)(nil),    // 6: kvferry.v1.FetchResponse
+	(*RenewRequest)(nil),     // 7: kvferry.v1.RenewRequest
+	(*RenewResponse)(nil),    // 8: kvferry.v1.RenewResponse
+	(*EndClaimRequest)(nil),  // 9: kvferry.v1.EndClaimRequest
+	(*EndClaimResponse)(nil), // 10: kvferry.v1.EndClaimResponse
 }
 var file_kvferry_v1_peer_proto_depIdxs = []int32{
-	1, // 0: kvferry.v1.Peer.Claim:input_type -> kvferry.v1.ClaimRequest
-	3, // 1: kvferry.v1.Peer.Renew:input_type -> kvferry.v1.RenewRequest
-	5, // 2: kvferry.v1.Peer.EndClaim:input_type -> kvferry.v1.EndClaimRequest
-	2, // 3: kvferry.v1.Peer.Claim:output_type -> kvferry.v1.ClaimResponse
-	4, // 4: kvferry.v1.Peer.Renew:output_type -> kvferry.v1.RenewResponse
-	6, // 5: kvferry.v1.Peer.EndClaim:output_type -> kvferry.v1.EndClaimResponse
-	3, // [3:6] is the sub-list for method output_type
-	0, // [0:3] is the sub-list for method input_type
-	0, // [0:0] is the sub-list for extension type_name
-	0, // [0:0] is the sub-list for extension extendee
-	0, // [0:0] is the sub-list for field type_name
+	1,  // 0: kvferry.v1.Peer.Claim:input_type -> kvferry.v1.ClaimRequest
+	3,  // 1: kvferry.v1.Peer.Confirm:input_type -> kvferry.v1.ConfirmRequest
+	5,  // 2: kvferry.v1.Peer.Fetch:input_type -> kvferry.v1.FetchRequest
+	7,  // 3: kvferry.v1.Peer.Renew:input_type -> kvferry.v1.RenewRequest
+	9,  // 4: kvferry.v1.Peer.EndClaim:input_type -> kvferry.v1.EndClaimRequest
+	2,  // 5: kvferry.v1.Peer.Claim:output_type -> kvferry.v1.ClaimResponse
+	4,  // 6: kvferry.v1.Peer.Confirm:output_type -> kvferry.v1.ConfirmResponse
+	6,  // 7: kvferry.v1.Peer.Fetch:output_type -> kvferry.v1.FetchResponse
+	8,  // 8: kvferry.v1.Peer.Renew:output_type -> kvferry.v1.RenewResponse
+	10, // 9: kvferry.v1.Peer.EndClaim:output_type -> kvferry.v1.EndClaimResponse
+	5,  // [5:10] is the sub-list for method output_type
+	0,  // [0:5] is the sub-list for method input_type
+	0,  // [0:0] is the sub-list for extension type_name
+	0,  // [0:0] is the sub-list for extension extendee
+	0,  // [0:0] is the sub-list for field type_name
 }
 
 func init() { file_kvferry_v1_peer_proto_init() }
@@ -597,7 +941,7 @@ func file_kvferry_v1_peer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvferry_v1_peer_proto_rawDesc), len(file_kvferry_v1_peer_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   6,
+			NumMessages:   10,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -22,6 +22,8 @@ const _ = grpc.SupportPackageIsVersion9
 
 const (
 	Peer_Claim_FullMethodName    = "/kvferry.v1.Peer/Claim"
+	Peer_Confirm_FullMethodName  = "/kvferry.v1.Peer/Confirm"
+	Peer_Fetch_FullMethodName    = "/kvferry.v1.Peer/Fetch"
 	Peer_Renew_FullMethodName    = "/kvferry.v1.Peer/Renew"
 	Peer_EndClaim_FullMethodName = "/kvferry.v1.Peer/EndClaim"
 )
@@ -34,6 +36,10 @@ type PeerClient interface {
 	// FAILED_PRECONDITION, a wrong secret with PERMISSION_DENIED, another epoch or an unknown offer with NOT_FOUND.
 	// It waits, at most wait_ms, for an offer that is not registered yet and for blocks whose store is still running.
 	Claim(ctx context.Context, in *ClaimRequest, opts ...grpc.CallOption) (*ClaimResponse, error)
+	// Confirm tells of blocks that were answered LENT, after they were read, whether they were what they should be all the time, and their checksums.
+	Confirm(ctx context.Context, in *ConfirmRequest, opts ...grpc.CallOption) (*ConfirmResponse, error)
+	// Fetch leases the longest resident prefix of these blocks and offers it: it is claimed like any other offer.
+	Fetch(ctx context.Context, in *FetchRequest, opts ...grpc.CallOption) (*FetchResponse, error)
 	// Renew keeps claims alive; a claim that is not renewed for its lease ends.
 	Renew(ctx context.Context, in *RenewRequest, opts ...grpc.CallOption) (*RenewResponse, error)
 	// EndClaim gives a claim back: done or not wanted. Idempotent.
@@ -52,6 +58,26 @@ func (c *peerClient) Claim(ctx context.Context, in *ClaimRequest, opts ...grpc.C
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(ClaimResponse)
 	err := c.cc.Invoke(ctx, Peer_Claim_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *peerClient) Confirm(ctx context.Context, in *ConfirmRequest, opts ...grpc.CallOption) (*ConfirmResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ConfirmResponse)
+	err := c.cc.Invoke(ctx, Peer_Confirm_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *peerClient) Fetch(ctx context.Context, in *FetchRequest, opts ...grpc.CallOption) (*FetchResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(FetchResponse)
+	err := c.cc.Invoke(ctx, Peer_Fetch_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -86,6 +112,10 @@ type PeerServer interface {
 	// FAILED_PRECONDITION, a wrong secret with PERMISSION_DENIED, another epoch or an unknown offer with NOT_FOUND.
 	// It waits, at most wait_ms, for an offer that is not registered yet and for blocks whose store is still running.
 	Claim(context.Context, *ClaimRequest) (*ClaimResponse, error)
+	// Confirm tells of blocks that were answered LENT, after they were read, whether they were what they should be all the time, and their checksums.
+	Confirm(context.Context, *ConfirmRequest) (*ConfirmResponse, error)
+	// Fetch leases the longest resident prefix of these blocks and offers it: it is claimed like any other offer.
+	Fetch(context.Context, *FetchRequest) (*FetchResponse, error)
 	// Renew keeps claims alive; a claim that is not renewed for its lease ends.
 	Renew(context.Context, *RenewRequest) (*RenewResponse, error)
 	// EndClaim gives a claim back: done or not wanted. Idempotent.
@@ -102,6 +132,12 @@ type UnimplementedPeerServer struct{}
 
 func (UnimplementedPeerServer) Claim(context.Context, *ClaimRequest) (*ClaimResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Claim not implemented")
+}
+func (UnimplementedPeerServer) Confirm(context.Context, *ConfirmRequest) (*ConfirmResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Confirm not implemented")
+}
+func (UnimplementedPeerServer) Fetch(context.Context, *FetchRequest) (*FetchResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Fetch not implemented")
 }
 func (UnimplementedPeerServer) Renew(context.Context, *RenewRequest) (*RenewResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Renew not implemented")
@@ -144,6 +180,42 @@ func _Peer_Claim_Handler(srv interface{}, ctx context.Context, dec func(interfac
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(PeerServer).Claim(ctx, req.(*ClaimRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Peer_Confirm_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ConfirmRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(PeerServer).Confirm(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Peer_Confirm_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(PeerServer).Confirm(ctx, req.(*ConfirmRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Peer_Fetch_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(FetchRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(PeerServer).Fetch(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Peer_Fetch_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(PeerServer).Fetch(ctx, req.(*FetchRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -194,6 +266,14 @@ var Peer_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Claim",
 			Handler:    _Peer_Claim_Handler,
+		},
+		{
+			MethodName: "Confirm",
+			Handler:    _Peer_Confirm_Handler,
+		},
+		{
+			MethodName: "Fetch",
+			Handler:    _Peer_Fetch_Handler,
 		},
 		{
 			MethodName: "Renew",

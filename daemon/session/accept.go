@@ -1,0 +1,177 @@
+package session
+
+import (
+	"context"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/daemon/handoff"
+	"github.com/kvferry/kvferry/tiers"
+	"github.com/kvferry/kvferry/transport"
+)
+
+// checkLentBlocks checks the blocks that an Accept lends to be written.
+func (s *Session) checkLentBlocks(r Load) error {
+	if len(r.BlockIDs) != len(r.Hashes)/kvferry.HashSize {
+		return invalid("accept.block_ids", "%d ids for %d hashes", len(r.BlockIDs), len(r.Hashes)/kvferry.HashSize)
+	}
+	reg := s.region(r.Region)
+	if reg == nil || !reg.spec.Writable {
+		return invalid("accept.region", "%d is not a writable region of this session", r.Region)
+	}
+	seen := make(map[uint32]bool, len(r.BlockIDs))
+	for _, b := range r.BlockIDs {
+		switch {
+		case b >= reg.spec.Blocks:
+			return invalid("accept.block_ids", "%d: region %d has %d blocks", b, r.Region, reg.spec.Blocks)
+		case seen[b]:
+			return invalid("accept.block_ids", "%d stands twice", b)
+		}
+		seen[b] = true
+	}
+	return nil
+}
+
+// accept answers for what is here at once, then for what the ticket names as it comes.
+func (o *operation) accept(ctx context.Context, space tiers.SpaceRef, r Load) {
+	s, n := o.s, len(r.Hashes)/kvferry.HashSize
+	a := &answer{o: o, space: space, hashes: r.Hashes, until: time.Now().Add(r.Deadline), why: make([]BlockStatus, n), from: make([]Source, n), lent: make([]handoff.LentPlace, n)}
+	here, _ := s.m.cfg.Ledger.Await(space, s.shard(), r.Hashes)
+	lends := s.m.cfg.Fetcher.Here(*r.Ticket, s.hello.Rank) && s.hello.ReadsLent && o.found == nil // then the worker's own memory goes before the pool
+	var local, at []int
+	var missing []byte
+	for i, state := range here {
+		h := hashAt(r.Hashes, i)
+		switch {
+		case state == tiers.SlotResident && !lends:
+			local = append(local, i)
+		case o.found != nil && !o.found[h]:
+			a.why[i] = Miss
+			local = append(local, i)
+		default:
+			missing, at = append(missing, h[:]...), append(at, i)
+		}
+	}
+	s.m.cfg.Counters.Add(o.kind+"_blocks", "local", len(local))
+	shape := s.shape
+	shape.ID = r.Space
+	q := handoff.FetchRequest{
+		Ticket: *r.Ticket, Instance: s.hello.Instance, Rank: s.hello.Rank, TP: s.hello.Space.TP, ClaimID: s.ID<<32 ^ o.number,
+		Space: space, Shape: shape, Shard: s.shard(), Hashes: missing, ReadsLent: s.hello.ReadsLent,
+	}
+	if len(missing) == 0 {
+		if o.found == nil { // what was found by a look-up ends by itself
+			q.Hashes = r.Hashes
+			s.m.cfg.Fetcher.Settle(q)
+		}
+		a.send(local, true)
+		return
+	}
+	a.send(local, false)
+	q.Into, q.Pooled = o.destination(r, at)
+	rest := map[int]bool{}
+	for _, i := range at {
+		rest[i] = true
+	}
+	var got handoff.FetchResult
+	take := func(k int) {
+		i := at[k]
+		a.why[i], a.lent[i] = statusOf(got.Status[k]), got.Lent[k]
+		switch got.Status[k] {
+		case handoff.Delivered:
+			a.from[i] = Delivered
+		case handoff.Readable:
+			a.from[i] = InLent
+			if !got.Lent[k].Checked {
+				a.from[i] = InLentUnchecked
+			}
+			a.memory = got.Memory
+		}
+	}
+	q.Arrived = func(part []int) {
+		come := make([]int, len(part))
+		for k, i := range part {
+			take(i)
+			come[k] = at[i]
+			delete(rest, at[i])
+		}
+		slices.Sort(come)
+		a.send(come, false)
+	}
+	s.m.cfg.Fetcher.Fetch(ctx, q, &got)
+	for k, i := range at {
+		if rest[i] {
+			take(k)
+		}
+	}
+	if got.End != nil && !o.readsUntil(got.End) {
+		got.End()
+	}
+	a.send(slices.Sorted(maps.Keys(rest)), true)
+}
+
+// readsUntil keeps what the process reads of another worker until the operation ends. It answers false when it has ended.
+func (o *operation) readsUntil(end func()) bool {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if !o.ended {
+		o.reads = end
+	}
+	return !o.ended
+}
+
+// beginWrite counts a transfer into lent blocks. It answers false when the operation has ended.
+func (o *operation) beginWrite() bool {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.ended {
+		return false
+	}
+	o.writes++
+	return true
+}
+
+// endWrite is called when such a transfer is quiet. An operation that has ended is quiet with the last of them.
+func (o *operation) endWrite() {
+	o.mu.Lock()
+	o.writes--
+	quiet := o.ended && o.writes == 0
+	o.mu.Unlock()
+	if quiet {
+		o.finish(o.outcome, o.reason, 0, 0)
+	}
+}
+
+// destination is what an Accept lends to be written; nil, and why, where nothing is.
+func (o *operation) destination(r Load, at []int) (*handoff.Destination, string) {
+	s := o.s
+	if !s.m.cfg.Direct {
+		return nil, "no watchdog ends the claimer's daemon when it freezes"
+	}
+	if r.BlockIDs == nil {
+		return nil, "the decode worker lends no blocks"
+	}
+	reg := s.region(r.Region)
+	if reg == nil || reg.target == nil {
+		return nil, "the decode worker's memory is not writable"
+	}
+	return &handoff.Destination{
+		Memory:   transport.Memory{ID: reg.memory.ID, Bytes: reg.target.mapping.Bytes()},
+		Segments: func(i int) []kvferry.Segment { return reg.segments(r.BlockIDs[at[i]]) },
+		Begin: func() (func(), bool) {
+			if !o.beginWrite() {
+				return nil, false
+			}
+			if !reg.target.acquire() {
+				o.endWrite()
+				return nil, false
+			}
+			return func() {
+				reg.target.release()
+				o.endWrite()
+			}, true
+		},
+	}, ""
+}

@@ -1,0 +1,70 @@
+package session
+
+import (
+	"context"
+	"time"
+
+	"github.com/kvferry/kvferry"
+)
+
+// Match answers how much of a prompt is resident, and leases it.
+func (s *Session) Match(ctx context.Context, r Match) (MatchResult, error) {
+	limits := s.m.cfg.Limits
+	if err := ValidateText("match.request_id", r.RequestID, 1, 256); err != nil {
+		return MatchResult{}, err
+	}
+	if _, err := validateHashes("match.hashes", r.Hashes, 0, limits.MatchBlocks); err != nil {
+		return MatchResult{}, err
+	}
+	lease := r.Lease
+	if lease == 0 {
+		lease = limits.LeaseDefault
+	}
+	if lease < 0 || lease > limits.LeaseMax {
+		return MatchResult{}, invalid("match.lease_ms", "%v: must be at most %v", lease, limits.LeaseMax)
+	}
+	if _, err := s.spaceRef("match.space_id", r.Space); err != nil {
+		return MatchResult{}, err
+	}
+	if len(r.Peers) > findPeers {
+		return MatchResult{}, invalid("match.peers", "%d: at most %d", len(r.Peers), findPeers)
+	}
+	for _, p := range r.Peers {
+		if err := ValidateText("match.peers", p, 1, 256); err != nil {
+			return MatchResult{}, err
+		}
+	}
+	if !s.begin() {
+		return MatchResult{}, fieldErr(ErrState, "session_id", "the session is closing")
+	}
+	defer s.quiet.Done()
+	s.m.dropFinds(s.hello.Instance, []string{r.RequestID}) // of an earlier look-up
+	ref, shape, ok := s.m.cfg.Ledger.FindSpace(r.Space)
+	if !ok {
+		s.m.cfg.Ledger.Missed(len(r.Hashes) / kvferry.HashSize)
+		return MatchResult{}, nil
+	}
+	now := time.Now()
+	res := s.m.cfg.Ledger.Match(now, s.owner(), r.RequestID, ref, r.Hashes, now.Add(lease))
+	out := MatchResult{Blocks: res.Blocks}
+	if res.Leased {
+		out.Lease = lease
+	}
+	if rate := s.m.cfg.Local.Rate(); rate > 0 { // ranks load side by side
+		out.Restore = time.Duration(float64(res.Blocks) * float64(shape.ShardBytes) / rate * float64(time.Second))
+	}
+	s.findMore(ctx, r, shape, &out, lease)
+	return out, nil
+}
+
+// ReleaseLease gives back what Match leased.
+func (s *Session) ReleaseLease(requests []string) {
+	if len(requests) > 4096 {
+		s.send(Refused{invalid("release_lease.request_ids", "%d: at most 4096", len(requests))})
+		return
+	}
+	for _, r := range requests {
+		s.m.cfg.Ledger.ReleaseKey(s.owner(), r)
+	}
+	s.m.dropFinds(s.hello.Instance, requests)
+}

@@ -1,0 +1,97 @@
+package session
+
+import (
+	"time"
+
+	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/daemon/handoff"
+)
+
+// Offer registers an offer of this engine.
+func (s *Session) Offer(r Offer) {
+	if err := s.checkOffer(&r); err != nil {
+		s.send(Refused{err})
+		return
+	}
+	err := s.m.cfg.Offers.Register(s.owner(), handoff.Offer{
+		ID: r.ID, Secret: r.Secret, Space: r.Space, RequestID: r.RequestID, Instance: s.hello.Instance, TP: s.hello.Space.TP, Hashes: r.Hashes,
+		Tokens: r.Tokens, Lifetime: r.Lifetime, OpenEnded: r.OpenEnded, Blocks: r.Blocks,
+	})
+	if err != nil {
+		s.send(Refused{err})
+	}
+}
+
+// CompleteOffer ends the computing of an open-ended offer's prompt.
+func (s *Session) CompleteOffer(id [16]byte, blocks handoff.LentBlocks) {
+	err := s.checkOfferBlocks("complete_offer", blocks, len(blocks.IDs))
+	if err == nil {
+		err = s.m.cfg.Offers.Complete(s.owner(), id, blocks)
+	}
+	if err != nil {
+		s.send(Refused{err})
+	}
+}
+
+// EndOffer takes an offer back.
+func (s *Session) EndOffer(id [16]byte, reason string) {
+	err := ValidateText("end_offer.reason", reason, 0, 256)
+	if err == nil {
+		err = s.m.cfg.Offers.Withdraw(s.owner(), id, reason)
+	}
+	if err != nil {
+		s.send(Refused{err})
+	}
+}
+
+// checkOfferBlocks checks the blocks that an engine keeps for an offer of n blocks.
+func (s *Session) checkOfferBlocks(message string, b handoff.LentBlocks, n int) error {
+	if b.IDs == nil && b.Generations == nil {
+		return nil
+	}
+	if s.hello.Generations == 0 {
+		return invalid(message+".block_ids", "this session has no generation table")
+	}
+	if len(b.IDs) != n || len(b.Generations) != n {
+		return invalid(message+".block_ids", "%d ids and %d generations for %d hashes", len(b.IDs), len(b.Generations), n)
+	}
+	for _, id := range b.IDs {
+		if id >= s.hello.Generations {
+			return invalid(message+".block_ids", "%d: the generation table has %d entries", id, s.hello.Generations)
+		}
+	}
+	return nil
+}
+
+func (s *Session) checkOffer(r *Offer) error {
+	limits := s.m.cfg.Limits
+	if s.hello.Role != Scheduler {
+		return fieldErr(ErrState, "offer", "only a scheduler's session offers")
+	}
+	if s.m.isDraining() {
+		return fieldErr(ErrLimit, "offer", "the daemon is draining")
+	}
+	if _, err := validateHashes("offer.hashes", r.Hashes, 1, limits.LoadBlocks); err != nil {
+		return err
+	}
+	if err := ValidateText("offer.request_id", r.RequestID, 0, 256); err != nil {
+		return err
+	}
+	if r.Tokens < 1 || r.Tokens >= 1<<31 {
+		return invalid("offer.tokens", "%d: must be 1 to 2^31-1", r.Tokens)
+	}
+	if r.Lifetime == 0 {
+		r.Lifetime = limits.OfferLifetime
+	}
+	if r.Lifetime < 0 || r.Lifetime > time.Hour {
+		return invalid("offer.lifetime_ms", "%v: must be at most an hour", r.Lifetime)
+	}
+	if err := s.checkOfferBlocks("offer", r.Blocks, len(r.Hashes)/kvferry.HashSize); err != nil {
+		return err
+	}
+	if r.OpenEnded && r.Blocks.IDs != nil {
+		return invalid("offer.block_ids", "of an open-ended offer come with complete_offer")
+	}
+	_, err := s.spaceRef("offer.space_id", r.Space)
+	return err
+}
