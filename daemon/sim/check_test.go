@@ -37,7 +37,7 @@ func (n *node) checkClaims() {
 	most := n.w.book.alive(d.epoch)
 	for _, p := range n.procs { // its own engines claim without the network
 		for _, o := range p.ops {
-			if o.ticket != nil && o.ticket.Epoch == d.epoch {
+			if o.ticket != nil && d.fetcher.Here(*o.ticket, p.rank) {
 				most++
 			}
 		}
@@ -61,14 +61,14 @@ func (n *node) checkOffers() {
 	}
 	schedulers, leases := map[string]bool{}, map[string]int{}
 	for _, p := range n.procs {
-		schedulers[p.engine] = schedulers[p.engine] || p.s != nil && p.role == session.Scheduler
+		schedulers[p.engine.name] = schedulers[p.engine.name] || p.s != nil && p.role == session.Scheduler
 	}
 	for _, v := range d.registry.List(time.Now()) {
 		if v.State == handoff.Ended {
 			continue
 		}
 		leases[v.Instance]++
-		if v.State == handoff.Open && !schedulers[v.Instance] {
+		if v.State == handoff.Open && !schedulers[v.Instance] && v.Instance != "pool" {
 			n.w.fatalf("%s: the offer of a scheduler that is gone is open", n.name)
 		}
 		if v.State == handoff.Claimed && n.w.book.done(v.ID) && !n.accepts(v.ID) {
@@ -83,7 +83,7 @@ func (n *node) checkOffers() {
 		if p.role == session.Worker && len(p.ops) == 0 && v.Pins > 0 {
 			n.w.fatalf("%s has no operation and %d pins", p.name, v.Pins)
 		}
-		if most := leases[p.engine] + len(p.matched); p.role == session.Scheduler && v.Leases > most {
+		if most := leases[p.engine.name] + len(p.matched); p.role == session.Scheduler && v.Leases > most {
 			n.w.fatalf("%s has %d leases, of %d offers and matches", p.name, v.Leases, most)
 		}
 	}

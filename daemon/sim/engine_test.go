@@ -5,6 +5,7 @@ import (
 	"os"
 	"slices"
 	"sync/atomic"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -17,7 +18,7 @@ import (
 type proc struct {
 	w      *world
 	node   *node
-	engine string // instance
+	engine *engine
 	name   string
 	role   session.Role
 	rank   uint32
@@ -32,10 +33,22 @@ type proc struct {
 	pool   []byte
 	number uint64
 	ops    map[uint64]*simOp
-	busy   map[uint32]bool // blocks that an operation uses
+	busy   map[uint32]int // blocks that operations use, or that are kept for an offer
+	next   uint32         // block to be looked at first for something new
+	kept   map[[16]byte]keptBlocks
+	served map[[16]byte]bool
+	views  map[uint64]*lentView // of other workers' memory, by handle
+	cred   session.Credentials
+	target *target // of this session
 	// matched are the requests for which a scheduler asked what is here, each of which may have a lease.
 	matched map[string]bool
 	late    []*simOp // loads that have ended, and whose answers a slow worker still holds
+}
+
+// keptBlocks are not used again before nobody reads them for an offer, or the engine's patience is over.
+type keptBlocks struct {
+	blocks []uint32
+	until  time.Time
 }
 
 // enginesOfNode bounds what runs on one.
@@ -51,7 +64,14 @@ func (w *world) openEngine(n *node) {
 			p.attach()
 		}
 	}
-	alive := map[string]bool{}
+	n.procs = slices.DeleteFunc(n.procs, func(p *proc) bool { // ranks without a scheduler end sooner or later
+		if !p.engine.dead || w.r.IntN(2) == 0 {
+			return false
+		}
+		p.die(session.ErrProcessGone)
+		return true
+	})
+	alive := map[*engine]bool{}
 	for _, p := range n.procs {
 		alive[p.engine] = true
 	}
@@ -59,18 +79,19 @@ func (w *world) openEngine(n *node) {
 		return
 	}
 	n.engines++
-	name, ranks := fmt.Sprintf("%s%d", n.name, n.engines), uint32(1+w.r.IntN(2))
-	n.procs = append(n.procs, w.newProc(n, name, session.Scheduler, 0, ranks))
-	for rank := range ranks {
-		n.procs = append(n.procs, w.newProc(n, name, session.Worker, rank, ranks))
+	e := w.newEngine(fmt.Sprintf("%s%d", n.name, n.engines), uint32(1+w.r.IntN(2)))
+	n.procs = append(n.procs, w.newProc(n, e, session.Scheduler, 0))
+	for rank := range e.ranks {
+		n.procs = append(n.procs, w.newProc(n, e, session.Worker, rank))
 	}
 }
 
-func (w *world) newProc(n *node, engine string, role session.Role, rank, ranks uint32) *proc {
-	p := &proc{w: w, node: n, engine: engine, role: role, rank: rank, ranks: ranks, space: space(ranks).ID(), ops: map[uint64]*simOp{}, busy: map[uint32]bool{}, matched: map[string]bool{}}
-	p.name = fmt.Sprintf("%s.%d", engine, rank)
+func (w *world) newProc(n *node, e *engine, role session.Role, rank uint32) *proc {
+	p := &proc{w: w, node: n, engine: e, role: role, rank: rank, ranks: e.ranks, space: space(e.ranks).ID(), ops: map[uint64]*simOp{}, busy: map[uint32]int{}, kept: map[[16]byte]keptBlocks{},
+		served: map[[16]byte]bool{}, views: map[uint64]*lentView{}, matched: map[string]bool{}, cred: session.Credentials{PID: int32(os.Getpid()), UID: uint32(os.Getuid())}}
+	p.name = fmt.Sprintf("%s.%d", e.name, rank)
 	if role == session.Scheduler {
-		p.name = engine + ".scheduler"
+		p.name = e.name + ".scheduler"
 	} else {
 		p.file = memfd(w, blocksOfWorker*shardBytes)
 		p.memory = w.mmap(p.file, blocksOfWorker*shardBytes, unix.PROT_READ|unix.PROT_WRITE)
@@ -82,32 +103,38 @@ func (w *world) newProc(n *node, engine string, role session.Role, rank, ranks u
 // attach opens a session with the daemon of this moment.
 func (p *proc) attach() {
 	w, d := p.w, p.node.daemon
-	h := session.Hello{WireVersion: 1, Role: p.role, Instance: p.engine, Rank: p.rank, Ranks: p.ranks, Space: space(p.ranks)}
-	cred := session.Credentials{PID: int32(os.Getpid()), UID: uint32(os.Getuid())}
+	h := session.Hello{WireVersion: 1, Role: p.role, Instance: p.engine.name, Rank: p.rank, Ranks: p.ranks, Space: space(p.ranks)}
 	fd, err := unix.PidfdOpen(os.Getpid(), 0)
 	if err != nil {
 		w.fatalf("pidfd: %v", err)
 	}
 	pidfd := os.NewFile(uintptr(fd), "pidfd")
 	entries, fds := []uint32{0xffffffff}, []*os.File{pidfd}
-	if p.role == session.Worker {
+	if p.role == session.Scheduler {
+		h.Generations = blocksOfWorker
+		entries, fds = append(entries, 0xfffffffc), append(fds, p.engine.file)
+	} else {
+		h.ReadsLent = true
 		entries, fds = append(entries, 1), append(fds, p.file)
-		spec := session.RegionSpec{ID: 1, Kind: session.SharedHost, Bytes: blocksOfWorker * shardBytes, Blocks: blocksOfWorker}
+		spec := session.RegionSpec{ID: 1, Kind: session.SharedHost, Bytes: blocksOfWorker * shardBytes, Blocks: blocksOfWorker, Writable: true}
 		for i := range uint64(planes) {
 			spec.Planes = append(spec.Planes, kvferry.Plane{Base: i * blocksOfWorker * planeBytes, Stride: planeBytes, Bytes: planeBytes})
 		}
 		h.Regions = []session.RegionSpec{spec}
 	}
-	if p.s, err = d.sessions.Open(h, cred); err != nil {
+	if p.s, err = d.sessions.Open(h, p.cred); err != nil {
 		w.fatalf("open session: %v", err)
 	}
-	got, err := d.sessions.Attach(p.s.Token(), cred, entries, fds)
+	p.target = &target{w: w, name: p.name, lent: map[uint32]uint64{}, word: map[uint64]uint32{}, writers: map[uint32]int{}}
+	d.attaching = p.target
+	got, err := d.sessions.Attach(p.s.Token(), p.cred, entries, fds)
 	if err != nil {
 		w.fatalf("attach: %v", err)
 	}
 	p.unmap(&p.pool)
 	p.pool = w.mmap(got.Files[0], len(d.memory.Bytes), unix.PROT_READ)
 	p.words = w.mmap(got.Files[1], session.WordsPerSession*64, unix.PROT_READ|unix.PROT_WRITE)
+	p.target.words = p.words
 	got.Close()
 	_ = pidfd.Close()
 }
@@ -151,11 +178,17 @@ func (p *proc) die(reason error) {
 		go p.s.Close(reason) // a real stream's handler does this
 		p.w.apartFromNext()
 	}
+	p.target.end()
 	p.unmap(&p.memory)
 	p.unmap(&p.words)
 	p.unmap(&p.pool)
+	for h := range p.views {
+		p.forget(h)
+	}
 	if p.file != nil {
 		_ = p.file.Close()
+	} else {
+		p.engine.die()
 	}
 }
 
@@ -170,6 +203,13 @@ func (p *proc) lost() {
 		p.keepLate(o)
 	}
 	p.ops = map[uint64]*simOp{}
+	for id := range p.kept {
+		p.unkeep(id)
+	}
+	for h := range p.views {
+		p.forget(h)
+	}
+	p.target.end()
 	p.unmap(&p.words)
 	p.s = nil
 }
@@ -190,11 +230,11 @@ func (w *world) kill(n *node) {
 	})
 }
 
-// pick is an attached process of a node.
+// pick is an attached process of a node whose engine lives.
 func (w *world) pick(n *node, role session.Role) *proc {
 	var fit []*proc
 	for _, p := range n.procs {
-		if p.s != nil && p.role == role {
+		if p.s != nil && p.role == role && !p.engine.dead {
 			fit = append(fit, p)
 		}
 	}
@@ -205,7 +245,7 @@ func (w *world) pick(n *node, role session.Role) *proc {
 }
 
 // workers are the attached ones of an instance.
-func (n *node) workers(engine string) (out []*proc) {
+func (n *node) workers(engine *engine) (out []*proc) {
 	for _, p := range n.procs {
 		if p.s != nil && p.role == session.Worker && p.engine == engine {
 			out = append(out, p)
@@ -261,19 +301,30 @@ func (p *proc) begin(o *simOp) uint64 {
 	}
 	p.ops[p.number] = o
 	for _, b := range o.blocks {
-		p.busy[b] = true
+		p.busy[b]++
 	}
 	atomic.StoreUint64(p.wordAt(o.word), p.number<<8|uint64(session.WordPending))
 	return p.number
 }
 
-// free are blocks that no operation uses.
-func (p *proc) free(n int) (out []uint32) {
-	for b := uint32(0); b < blocksOfWorker && len(out) < n; b++ {
-		if !p.busy[b] {
+// take finds blocks that nothing uses, and says that they are about to be something else.
+func (p *proc) take(n int) []uint32 { return p.engine.take([]*proc{p}, n) }
+
+// take finds blocks that nothing uses on any of these ranks.
+func (e *engine) take(ranks []*proc, n int) (out []uint32) {
+	first := ranks[0].next
+	for i := uint32(0); i < blocksOfWorker && len(out) < n; i++ {
+		b := (first + i) % blocksOfWorker
+		used := 0
+		for _, p := range ranks {
+			used += p.busy[b]
+		}
+		if used == 0 {
 			out = append(out, b)
+			ranks[0].next = b + 1
 		}
 	}
+	e.bump(out)
 	return out
 }
 
@@ -282,7 +333,26 @@ func (p *proc) giveBack(o *simOp) {
 		return
 	}
 	o.given = true
-	for _, b := range o.blocks {
-		delete(p.busy, b)
+	p.free(o.blocks)
+}
+
+func (p *proc) free(blocks []uint32) {
+	for _, b := range blocks {
+		if p.busy[b]--; p.busy[b] == 0 {
+			delete(p.busy, b)
+		}
 	}
+}
+
+// keep holds blocks for an offer.
+func (p *proc) keep(offer [16]byte, blocks []uint32) {
+	for _, b := range blocks {
+		p.busy[b]++
+	}
+	p.kept[offer] = keptBlocks{blocks, time.Now().Add(5 * time.Second)}
+}
+
+func (p *proc) unkeep(offer [16]byte) {
+	p.free(p.kept[offer].blocks)
+	delete(p.kept, offer)
 }

@@ -102,6 +102,9 @@ type localCopier struct {
 
 // newCopier is called while a process attaches, by the scheduler's goroutine.
 func (d *daemon) newCopier(dst, src transport.Memory) transport.Copier {
+	d.node.mu.Lock()
+	d.targets[src.ID] = d.attaching
+	d.node.mu.Unlock()
 	return &localCopier{transport.NewLocal(dst, src, 1), d, d.node.w.r.IntN(2) == 0}
 }
 

@@ -77,6 +77,17 @@ func (c *peerCopier) Copy(ctx context.Context, batch []transport.Copy) error {
 	return c.copy(ctx, batch)
 }
 
+// target is the worker memory that is written; nil: the pool.
+func (c *peerCopier) target() *target {
+	d := c.link.d
+	if c.dst.ID == d.memory.ID {
+		return nil
+	}
+	d.node.mu.Lock()
+	defer d.node.mu.Unlock()
+	return d.targets[c.dst.ID]
+}
+
 func fail(batch []transport.Copy, err error) {
 	for i := range batch {
 		batch[i].Err = err
@@ -85,8 +96,13 @@ func fail(batch []transport.Copy, err error) {
 
 func (c *peerCopier) copy(ctx context.Context, batch []transport.Copy) error {
 	d := c.link.d
-	d.slots.begin(batch)
-	defer d.slots.end(batch)
+	if t := c.target(); t != nil {
+		t.count(batch, 1)
+		defer t.count(batch, -1)
+	} else {
+		d.slots.begin(batch)
+		defer d.slots.end(batch)
+	}
 	d.node.w.net.count(1)
 	defer d.node.w.net.count(-1)
 	ctx, cancel := context.WithCancelCause(ctx)
@@ -134,7 +150,12 @@ func (c *peerCopier) one(ctx context.Context, r *rand.Rand, one *transport.Copy)
 		}
 	}
 	want := claim.lies[one.Src[0].Offset] // nil: lent, and the engine may use it again at any moment
-	if err := c.pieces(ctx, r, to, into, from, want); err != nil {
+	may := func() {}
+	if t := c.target(); t != nil {
+		may = func() { t.check(one.Dst[0]) }
+		w.saw("writes into worker memory", 1)
+	}
+	if err := c.pieces(ctx, r, to, into, from, want, may); err != nil {
 		return err
 	}
 	one.CRC32C, one.Err = w.mutation.checksum(slices.Concat(into...), want), nil
@@ -149,7 +170,7 @@ func (c *peerCopier) one(ctx context.Context, r *rand.Rand, one *transport.Copy)
 }
 
 // pieces brings the bytes over, as they are when their turn comes.
-func (c *peerCopier) pieces(ctx context.Context, r *rand.Rand, to *daemon, into, from [][]byte, want []byte) error {
+func (c *peerCopier) pieces(ctx context.Context, r *rand.Rand, to *daemon, into, from [][]byte, want []byte, may func()) error {
 	l, w := c.link, c.link.d.node.w
 	for at, f, t := 0, 0, 0; len(from) > 0; {
 		piece := min(len(from[0])-f, len(into[0])-t, 1+r.IntN(shardBytes/2))
@@ -170,6 +191,7 @@ func (c *peerCopier) pieces(ctx context.Context, r *rand.Rand, to *daemon, into,
 		if want != nil && string(came) != string(want[at:at+piece]) {
 			w.breaks("%s: a slot was used again while it was read under a claim", l.to.name)
 		}
+		may()
 		copy(into[0][t:], came)
 		if chance(r, w.net.now().flips) {
 			into[0][t+r.IntN(piece)] ^= 1 << r.IntN(8)

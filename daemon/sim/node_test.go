@@ -50,21 +50,24 @@ type node struct {
 
 // daemon is one incarnation of a node's parts.
 type daemon struct {
-	node     *node
-	epoch    kvferry.Epoch
-	pool     *pool.Pool
-	slots    *slots
-	memory   transport.Memory
-	ledger   *tiers.Ledger
-	link     *mover.Link
-	registry *handoff.Registry
-	fetcher  *handoff.Fetcher
-	sessions *session.Manager
-	gate     *gate
-	owners   tiers.Owner
-	counters counters.Set
-	ctx      context.Context // ends when it dies or is stopped
-	end      context.CancelFunc
+	node      *node
+	epoch     kvferry.Epoch
+	pool      *pool.Pool
+	slots     *slots
+	memory    transport.Memory
+	ledger    *tiers.Ledger
+	link      *mover.Link
+	registry  *handoff.Registry
+	fetcher   *handoff.Fetcher
+	sessions  *session.Manager
+	gate      *gate
+	owners    tiers.Owner
+	counters  counters.Set
+	direct    bool
+	attaching *target // of the process that attaches now
+	targets   map[kvferry.RegionID]*target
+	ctx       context.Context // ends when it dies or is stopped
+	end       context.CancelFunc
 }
 
 // start makes an incarnation over the pool's file.
@@ -74,14 +77,14 @@ func (n *node) start() {
 		n.w.fatalf("open pool: %v", err)
 	}
 	n.epochs++
-	d := &daemon{node: n, epoch: kvferry.Epoch{byte(n.index + 1), n.epochs}, pool: p, memory: transport.Memory{ID: 1, Bytes: p.Bytes()}, gate: &gate{}}
+	d := &daemon{node: n, epoch: kvferry.Epoch{byte(n.index + 1), n.epochs}, pool: p, memory: transport.Memory{ID: 1, Bytes: p.Bytes()}, gate: &gate{}, targets: map[kvferry.RegionID]*target{}, direct: n.w.seed%4 > 0}
 	d.ctx, d.end = context.WithCancel(context.Background())
 	d.slots = &slots{Pool: p, w: n.w, reserved: map[uint64]bool{}, writers: map[uint64]int{}}
 	d.ledger = tiers.New(d.slots, tiers.DefaultLimits)
 	d.ledger.Adopt(found)
 	log := slog.New(slog.DiscardHandler)
 	offers := handoff.DefaultLimits
-	offers.ClaimLease = claimLease
+	offers.ClaimLease, offers.OpenEnded = claimLease, 5*time.Second
 	d.link = mover.NewLink("local", 2, 8)
 	d.registry = handoff.NewRegistry(handoff.Config{
 		Epoch: d.epoch, Ledger: d.ledger, Pool: d.memory, DataAddress: n.name + "/data", Limits: offers, Counters: &d.counters, Log: log,
@@ -102,6 +105,7 @@ func (n *node) start() {
 	d.sessions = session.New(session.Config{
 		Ledger: d.ledger, Pool: d.memory, PoolFile: p.ReadOnly(), Local: d.link, Offers: d.registry, Fetcher: d.fetcher, Limits: limits, Counters: &d.counters, Log: log,
 		Allowed:   func(uint32) bool { return true },
+		Direct:    d.direct,
 		NewCopier: d.newCopier,
 		// Real pidfds wait in the runtime's poller, which no simulated clock can see through.
 		Watch: func(_ context.Context, _ *os.File, _, done func()) error { done(); return nil },
@@ -239,6 +243,13 @@ func (n *node) thaw() {
 
 // tick is what the daemon's timers do, and its coming back.
 func (n *node) tick() {
+	for _, p := range n.procs {
+		for id, k := range p.kept {
+			if !k.until.After(time.Now()) {
+				p.unkeep(id) // the engine's patience is over
+			}
+		}
+	}
 	if n.daemon == nil {
 		if !n.back.After(time.Now()) {
 			n.start()

@@ -14,6 +14,10 @@ import (
 // simOp is an operation as its process knows it.
 type simOp struct {
 	load     bool
+	direct   bool            // the daemon may write into its blocks until it is quiet
+	fetches  bool            // a look-up has found blocks at a peer
+	halved   int             // results of which the first plane of what is lent was copied
+	views    []*lentView     // beside results
 	ticket   *handoff.Ticket // accept
 	foreign  bool            // the ticket does not fit, and the daemon may say so
 	word     uint32
@@ -31,21 +35,28 @@ type simOp struct {
 
 func (w *world) store(n *node) {
 	if p := w.pick(n, session.Worker); p != nil {
-		p.store(n.prompt())
+		blocks := n.prompt()
+		ids := p.take(len(blocks))
+		p.store(blocks[:len(ids)], ids)
 	}
 }
 
-// store writes blocks as a forward pass does and has them stored.
-func (p *proc) store(blocks []tiers.Block) {
-	ids := p.free(len(blocks))
-	blocks = blocks[:len(ids)]
+// compute writes blocks as a forward pass does.
+func (p *proc) compute(blocks []tiers.Block, ids []uint32) {
+	for i, b := range blocks {
+		p.write(ids[i], content(b.Hash, p.ranks, p.rank))
+	}
+}
+
+// store computes blocks and has them stored.
+func (p *proc) store(blocks []tiers.Block, ids []uint32) {
 	if len(blocks) == 0 {
 		return
 	}
+	p.compute(blocks, ids)
 	o := &simOp{blocks: ids, hashes: blocks, daemon: p.node.daemon}
 	var parents []byte
-	for i, b := range blocks {
-		p.write(ids[i], content(b.Hash, p.ranks, p.rank))
+	for _, b := range blocks {
 		parents = append(parents, b.Parent[:]...)
 	}
 	n, deadline := p.begin(o), p.w.apart(2*time.Second)
@@ -70,12 +81,17 @@ func (w *world) revoke(n *node) {
 			continue
 		}
 		o.revoked = w.mutation != noRevoke
-		if !o.given {
+		if !o.given && !o.direct && !p.engine.dead {
+			if w.mutation != noRevoke {
+				p.engine.bump(o.blocks)
+			}
 			for _, b := range o.blocks {
 				p.write(b, make([]byte, shardBytes))
 			}
 		}
-		p.giveBack(o)
+		if !o.direct { // else they are the daemon's until it is quiet
+			p.giveBack(o)
+		}
 		if o.revoked && w.r.IntN(2) == 0 {
 			p.tell(func(s *session.Session) { s.Revoke([]uint64{n}) })
 		}
@@ -91,17 +107,28 @@ func (w *world) load(n *node) {
 
 // load asks for blocks: where they lie here, or with a ticket to fetch them.
 func (p *proc) load(blocks []tiers.Block, ticket *handoff.Ticket) *simOp {
-	ids := p.free(len(blocks))
+	ids := p.take(len(blocks))
 	blocks = blocks[:len(ids)]
 	if len(blocks) == 0 {
 		return nil
 	}
+	request := string(rune('a' + p.w.r.IntN(3)))
 	o := &simOp{load: true, ticket: ticket, blocks: ids, hashes: blocks, answered: map[uint32]bool{}, daemon: p.node.daemon}
 	o.foreign = ticket != nil && ticket.Space != p.space
+	o.fetches = ticket == nil && p.engine.found[request]
+	l := session.Load{Space: p.space, RequestID: request, Hashes: tierstest.Pack(blocks), Ticket: ticket}
+	if ticket != nil && p.node.daemon.direct && p.w.r.IntN(3) > 0 {
+		o.direct = true
+		l.Region, l.BlockIDs = 1, ids
+	}
 	n, deadline := p.begin(o), p.w.apart([]time.Duration{500 * time.Millisecond, 3 * time.Second, 8 * time.Second}[p.w.r.IntN(3)])
+	if o.direct {
+		p.target.lend(n, o.word, ids)
+	}
 	p.tell(func(s *session.Session) {
 		o.deadline = time.Now().Add(deadline)
-		s.Load(session.Load{Deadline: deadline, Operation: n, Word: o.word, Space: p.space, RequestID: "r", Hashes: tierstest.Pack(blocks), Ticket: ticket})
+		l.Operation, l.Word, l.Deadline = n, o.word, deadline
+		s.Load(l)
 	})
 	return o
 }
@@ -121,7 +148,9 @@ func (w *world) copyLoaded(n *node) {
 		if !o.last && (len(o.results) == 0 || w.r.IntN(2) == 0) {
 			continue
 		}
-		p.copyResults(o)
+		if !p.copyResults(o) {
+			return
+		}
 		if w.r.IntN(3) > 0 { // else it is left to its deadline
 			p.tell(func(s *session.Session) { s.Release([]uint64{n}, 0) })
 		}
@@ -129,10 +158,62 @@ func (w *world) copyLoaded(n *node) {
 	}
 }
 
-func (p *proc) copyResults(o *simOp) {
+// copyResults copies what an operation was told. It answers false when it stopped in the middle, for the world to go on.
+func (p *proc) copyResults(o *simOp) bool {
+	half := o.halved == 0 && !o.given && !p.engine.dead && p.w.r.IntN(2) == 0
+	for i := range o.results {
+		r := &o.results[i]
+		if r.Lent == nil || o.given {
+			continue
+		}
+		for k := range r.Status {
+			if o.source(r, k) == session.InLent || o.source(r, k) == session.InLentUnchecked {
+				p.copyLentBlock(o, r, k, o.views[i], half, i < o.halved)
+			}
+		}
+	}
+	if half && len(o.views) > 0 {
+		o.halved = len(o.views)
+		return false
+	}
 	for i := range o.results {
 		p.copyResult(o, &o.results[i])
 	}
+	return true
+}
+
+// source is where a block of a result is to be had.
+func (o *simOp) source(r *session.LoadResult, i int) session.Source {
+	if r.Source == nil || session.BlockStatus(r.Status[i]) != session.Ready {
+		return session.InPool
+	}
+	return session.Source(r.Source[i])
+}
+
+// copyLentBlock copies a block out of another worker's memory, or one half of it.
+func (p *proc) copyLentBlock(o *simOp, r *session.LoadResult, i int, v *lentView, half, rest bool) {
+	at := int(r.First) + i
+	from, to := 0, planes
+	if half {
+		to = 1
+	} else if rest {
+		from = 1
+	}
+	if v == nil || !p.copyLent(o, r, i, v, from, to) {
+		p.w.saw("stale lent blocks", 1)
+		return
+	}
+	if half {
+		return
+	}
+	got := p.read(o.blocks[at])
+	if o.source(r, i) == session.InLent && crcOf(got) != r.CRC32C[i] {
+		p.w.fatalf("%s: a lent block's bytes changed and its generation did not", p.name)
+	}
+	if string(got) != string(content(o.hashes[at].Hash, p.ranks, p.rank)) {
+		p.w.fatalf("%s: lent block %d of the offer holds wrong bytes", p.name, at)
+	}
+	p.w.saw("lent blocks", 1)
 }
 
 func (p *proc) copyResult(o *simOp, r *session.LoadResult) {
@@ -142,6 +223,12 @@ func (p *proc) copyResult(o *simOp, r *session.LoadResult) {
 			continue
 		}
 		at := int(r.First) + i
+		if from := o.source(r, i); from != session.InPool {
+			if from == session.Delivered {
+				p.checkDelivered(o, at)
+			}
+			continue
+		}
 		if atomic.LoadUint64((*uint64)(unsafe.Pointer(&p.pool[r.HeaderOffsets[i]]))) != r.Generations[i] && w.mutation != noGenerations {
 			if !o.ended {
 				w.fatalf("%s: a pinned block changed", p.name)
@@ -171,6 +258,17 @@ func (p *proc) copyResult(o *simOp, r *session.LoadResult) {
 	}
 }
 
+// checkDelivered: a block that the daemon has written into this worker's memory is there, and stays as long as it is the operation's.
+func (p *proc) checkDelivered(o *simOp, at int) {
+	if o.given {
+		return
+	}
+	if string(p.read(o.blocks[at])) != string(content(o.hashes[at].Hash, p.ranks, p.rank)) {
+		p.w.fatalf("%s: wrong bytes of block %d were delivered", p.name, at)
+	}
+	p.w.saw("delivered blocks", 1)
+}
+
 // receive takes what the daemon has told.
 func (p *proc) receive() {
 	if p.s == nil || p.dead {
@@ -187,9 +285,25 @@ func (p *proc) receive() {
 				p.result(e)
 			case session.OperationEnd:
 				p.end(e)
+			case session.OfferServed:
+				p.offerServed(e.ID)
+			case session.LentGone:
+				p.forget(e.Handle)
+			case session.Refused:
+				p.w.saw("refused messages", 1)
 			}
 		}
 	}
+}
+
+// offerServed: the blocks of an offer may be used again. It is told once.
+func (p *proc) offerServed(offer [16]byte) {
+	if p.served[offer] {
+		p.w.fatalf("%s was told twice that an offer is served", p.name)
+	}
+	p.served[offer] = true
+	p.unkeep(offer)
+	p.w.saw("offers served", 1)
 }
 
 // result takes a part of a Load's answer: each block is answered once, and all of them by the last part.
@@ -204,11 +318,24 @@ func (p *proc) result(e session.LoadResult) {
 			p.w.fatalf("%s: block %d of operation %d was answered twice", p.name, at, e.Operation)
 		}
 		o.answered[at] = true
-		if o.ticket == nil { // whether what came in the instant of the deadline counts is for Go to say
+		if o.ticket == nil && !o.fetches { // whether what came in the instant of the deadline counts is for Go to say
 			p.w.note("%s %d block %d: %d", p.name, e.Operation, at, st)
 		}
 	}
 	o.results, o.last = append(o.results, e), e.Last
+	var v *lentView
+	if e.Lent != nil {
+		v = p.view(e.Lent)
+	}
+	o.views = append(o.views, v)
+	for i := range e.Status {
+		if o.source(&e, i) == session.Delivered {
+			if !o.direct {
+				p.w.fatalf("%s: operation %d lent no blocks, and one was written", p.name, e.Operation)
+			}
+			p.checkDelivered(o, int(e.First)+i)
+		}
+	}
 	if e.Last && len(o.answered) != len(o.hashes) {
 		p.w.fatalf("%s: %d of %d blocks of operation %d were answered", p.name, len(o.answered), len(o.hashes), e.Operation)
 	}
@@ -219,6 +346,7 @@ func (p *proc) end(e session.OperationEnd) {
 	if o == nil {
 		p.w.fatalf("%s: operation %d ended twice: %+v", p.name, e.Operation, e)
 	}
+	p.target.takeBack(e.Operation)
 	p.w.note("%s %d ends %v", p.name, e.Operation, e.Outcome)
 	if e.Outcome == session.OutcomeRejected && !o.foreign {
 		p.w.fatalf("%s: operation %d was rejected: %s", p.name, e.Operation, e.Reason)
@@ -266,7 +394,14 @@ func (w *world) match(n *node) {
 	}
 	blocks, request := chain(w.r), string(rune('a'+w.r.IntN(3)))
 	p.matched[request] = true
-	r, err := p.s.Match(w.t.Context(), session.Match{RequestID: request, Space: p.space, Hashes: tierstest.Pack(blocks), Lease: time.Duration(1+w.r.IntN(5000)) * time.Millisecond})
+	m := session.Match{RequestID: request, Space: p.space, Hashes: tierstest.Pack(blocks), Lease: time.Duration(1+w.r.IntN(5000)) * time.Millisecond}
+	if w.r.IntN(2) == 0 {
+		m.Peers = []string{"elsewhere", w.nodes[0].name, w.nodes[1].name}
+		m.Compute = time.Duration(w.r.IntN(3)) * time.Second / 1000
+	}
+	r, err := p.s.Match(w.t.Context(), m)
+	p.engine.found[request] = r.Peer > 0
+	w.saw("blocks found at peers", r.Peer)
 	if err != nil || r.Blocks > len(blocks) {
 		w.fatalf("%s: match: %+v %v", p.name, r, err)
 	}

@@ -18,6 +18,7 @@ import (
 type router struct {
 	tickets []*ticket
 	claims  []foreignClaim
+	prompts []*prompt
 }
 
 type ticket struct {
@@ -31,28 +32,65 @@ type ticket struct {
 // ticketsKept is how many the router has at a time.
 const ticketsKept = 10
 
-// prefill computes a prompt: the scheduler offers it, and the ranks store their shards, before or after.
+// prefill computes a prompt: the scheduler offers it, and the ranks store their shards, before or after, or lend them where they are.
 func (w *world) prefill(n *node) {
 	s := w.pick(n, session.Scheduler)
 	if s == nil {
 		return
 	}
-	blocks, offerFirst := n.prompt(), w.r.IntN(2) == 0
-	if offerFirst {
-		w.offer(s, blocks)
+	ranks := n.workers(s.engine)
+	if w.r.IntN(4) == 0 {
+		w.prefillOpen(s)
+		return
 	}
-	for _, p := range n.workers(s.engine) {
+	blocks := n.prompt()
+	if w.r.IntN(2) == 0 && len(ranks) > 0 {
+		w.prefillLent(s, ranks, blocks)
+		return
+	}
+	offer, offerFirst := w.newOffer(s, blocks), w.r.IntN(2) == 0
+	if offerFirst {
+		s.offer(offer)
+	}
+	for _, p := range ranks {
 		if w.r.IntN(8) > 0 { // else this rank's never come
-			p.store(blocks)
+			ids := p.take(len(blocks))
+			p.store(blocks[:len(ids)], ids)
 		}
 	}
 	if !offerFirst {
-		w.offer(s, blocks)
+		s.offer(offer)
 	}
 }
 
-// offer registers an offer and gives its ticket to the router.
-func (w *world) offer(s *proc, blocks []tiers.Block) {
+// prefillLent offers blocks where they lie, with the generations that they have then. Most are kept until they are served; some are stored too.
+func (w *world) prefillLent(s *proc, ranks []*proc, blocks []tiers.Block) {
+	ids := s.engine.take(ranks, len(blocks))
+	if blocks = blocks[:len(ids)]; len(blocks) == 0 {
+		return
+	}
+	o := w.newOffer(s, blocks)
+	o.Blocks = w.lend(s, ranks, o.ID, blocks, ids)
+	s.offer(o)
+}
+
+// lend computes blocks on all ranks and keeps them for an offer.
+func (w *world) lend(s *proc, ranks []*proc, offer [16]byte, blocks []tiers.Block, ids []uint32) handoff.LentBlocks {
+	keep := w.r.IntN(3) > 0
+	for _, p := range ranks {
+		p.compute(blocks, ids)
+		if keep {
+			p.keep(offer, ids)
+		}
+		if w.r.IntN(3) == 0 {
+			p.store(blocks, ids)
+		}
+	}
+	return handoff.LentBlocks{Region: 1, IDs: ids, Generations: s.engine.generations(ids)}
+}
+
+// newOffer makes an offer and gives its ticket to the router.
+func (w *world) newOffer(s *proc, blocks []tiers.Block) session.Offer {
 	o := session.Offer{Space: s.space, RequestID: "r", Hashes: tierstest.Pack(blocks), Tokens: 100, Lifetime: time.Duration(2+w.r.IntN(9)) * time.Second}
 	for i := range o.ID {
 		o.ID[i], o.Secret[i] = byte(w.r.Uint32()), byte(w.r.Uint32())
@@ -67,7 +105,81 @@ func (w *world) offer(s *proc, blocks []tiers.Block) {
 	if len(w.router.tickets) > ticketsKept {
 		w.router.tickets = w.router.tickets[1:]
 	}
-	s.tell(func(s *session.Session) { s.Offer(o) })
+	return o
+}
+
+func (s *proc) offer(o session.Offer) { s.tell(func(s *session.Session) { s.Offer(o) }) }
+
+// prompt is one that is computed in chunks, while the router has sent it to the decode engine already.
+type prompt struct {
+	scheduler *proc
+	s         *session.Session // of the time when it began
+	offer     session.Offer
+	blocks    []tiers.Block
+	offered   bool
+	done      int // blocks
+}
+
+// prefillOpen begins one.
+func (w *world) prefillOpen(s *proc) {
+	blocks := s.node.prompt()
+	o := w.newOffer(s, blocks)
+	o.OpenEnded = true
+	t := w.router.tickets[len(w.router.tickets)-1]
+	t.Epoch = kvferry.Epoch{} // the router does not know it
+	w.book.routed(o.ID)
+	w.router.prompts = append(w.router.prompts, &prompt{scheduler: s, s: s.s, offer: o, blocks: blocks})
+}
+
+// chunk goes on with a prompt: registers it, computes and stores some blocks, completes or aborts it.
+func (w *world) chunk() {
+	if len(w.router.prompts) == 0 {
+		return
+	}
+	i := w.r.IntN(len(w.router.prompts))
+	p := w.router.prompts[i]
+	forget := func() { w.router.prompts = append(w.router.prompts[:i], w.router.prompts[i+1:]...) }
+	s := p.scheduler
+	if s.dead || s.s != p.s {
+		forget() // its session is gone, and with it the offer
+		return
+	}
+	if !p.offered {
+		p.offered = true
+		s.offer(p.offer)
+		return
+	}
+	ranks := s.node.workers(s.engine)
+	switch id := p.offer.ID; {
+	case w.r.IntN(20) == 0:
+		s.tell(func(s *session.Session) { s.EndOffer(id, "aborted") })
+		w.saw("prompts aborted", 1)
+		forget()
+	case p.done == len(p.blocks) || len(ranks) == 0:
+		var lent handoff.LentBlocks
+		if w.r.IntN(2) == 0 && len(ranks) > 0 {
+			if ids := s.engine.take(ranks, len(p.blocks)); len(ids) == len(p.blocks) {
+				lent = w.lend(s, ranks, id, p.blocks, ids)
+			}
+		}
+		s.tell(func(s *session.Session) { s.CompleteOffer(id, lent) })
+		w.saw("prompts completed", 1)
+		forget()
+	default:
+		n := min(len(p.blocks)-p.done, 1+w.r.IntN(6))
+		for _, r := range ranks {
+			ids := r.take(n)
+			r.store(p.blocks[p.done:][:len(ids)], ids)
+		}
+		p.done += n
+	}
+}
+
+// routed: the router has named an offer.
+func (b *book) routed(offer [16]byte) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.offers[offer].router = true
 }
 
 func (b *book) offer(t handoff.Ticket, ranks uint32, hashes []byte) {
@@ -115,7 +227,7 @@ func (w *world) sawTicket(t *ticket) {
 	if t.delivered++; t.delivered > 1 {
 		w.saw("tickets again", 1)
 	}
-	if d := t.scheduler.node.daemon; d != nil && d.epoch != t.Epoch {
+	if d := t.scheduler.node.daemon; d != nil && d.epoch != t.Epoch && t.Epoch != (kvferry.Epoch{}) {
 		w.saw("tickets of another epoch", 1)
 	}
 	if t.scheduler.dead {
@@ -146,7 +258,7 @@ func (w *world) claim(n *node) {
 	}
 	d := n.daemon
 	a, err := d.claim(w.t.Context(), q, q)
-	if err != nil {
+	if err != nil || a.Key == [16]byte{} {
 		return
 	}
 	if wrong {

@@ -134,6 +134,8 @@ func (w *world) step() {
 		w.deliver(node)
 	case n < 350:
 		w.store(node)
+	case n < 400:
+		w.chunk()
 	case n < 590:
 		for range 1 + w.r.IntN(3) {
 			node.releaseCopy(nil)
@@ -149,7 +151,7 @@ func (w *world) step() {
 		w.copyLoaded(node)
 	case n < 900:
 		w.match(node)
-	case n < 915:
+	case n < 910:
 		w.claim(node)
 	case n < 940:
 		w.readClaim()
