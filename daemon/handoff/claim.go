@@ -374,19 +374,15 @@ func (r *Registry) EndClaim(key [16]byte, reason string) {
 	if c == nil {
 		return
 	}
-	o := c.offer
+	if o := c.offer; reason == "" && o.state != Ended {
+		o.ranks[c.id.rank] = true
+		r.servedLocked(o, c.id.rank, "done")
+	}
 	r.endClaimLocked(c, reason)
-	if reason != "" || o.state == Ended {
-		return
-	}
-	o.ranks[c.id.rank] = true
-	r.servedLocked(o, c.id.rank, "done")
-	if len(o.ranks) == int(o.TP) && o.claims == 0 {
-		r.endLocked(o, "done")
-	}
 }
 
-// endClaimLocked takes a claim out of the tables. Its pins go when no answer reads them any more.
+// endClaimLocked takes a claim out of the tables, and the offer with it when all ranks have been served: the claim that ends last may be one that failed. Its pins go when no answer
+// reads them any more.
 func (r *Registry) endClaimLocked(c *claim, reason string) {
 	delete(r.claims, c.key)
 	delete(r.byClaim, c.id)
@@ -397,4 +393,7 @@ func (r *Registry) endClaimLocked(c *claim, reason string) {
 	}
 	r.cfg.Log.Debug("claim ended", "offer", fmt.Sprintf("%x", c.offer.ID), "instance", c.id.instance, "rank", c.id.rank, "reason", reason)
 	r.freeLocked(c)
+	if o := c.offer; o.state != Ended && o.claims == 0 && len(o.ranks) == int(o.TP) {
+		r.endLocked(o, "done")
+	}
 }

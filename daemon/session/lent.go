@@ -231,8 +231,8 @@ func (m *Manager) lentView(s *Session, mem *handoff.Lent) (*LentView, error) {
 	return nil, fmt.Errorf("lent memory %d: %w", mem.Handle, ErrNotFound)
 }
 
-// lentDescriptors are those of lent memory and its table.
-func (m *Manager) lentDescriptors(token [16]byte, cred Credentials) (d Descriptors, err error) {
+// LentDescriptors are those of lent memory and its table, for the process that got the token.
+func (m *Manager) LentDescriptors(token [16]byte, cred Credentials) (d Descriptors, err error) {
 	m.mu.Lock()
 	t, ok := m.lendings.tokens[token]
 	delete(m.lendings.tokens, token)

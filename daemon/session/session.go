@@ -1,10 +1,12 @@
 package session
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
 	"time"
 
@@ -274,6 +276,8 @@ func (s *Session) Close(reason error) {
 		running = append(running, o)
 	}
 	s.mu.Unlock()
+	// The newest first: what waits for its turn is not to get it from one that was ended before it.
+	slices.SortFunc(running, func(x, y *operation) int { return cmp.Compare(y.number, x.number) })
 	s.m.remove(s)
 	s.m.unlend(s)
 	if s.expiry != nil {
