@@ -17,7 +17,13 @@ class Attached(SimpleNamespace):
     """An attachment that notes what is sent."""
 
     def __init__(self, most: int = 1000):
-        super().__init__(welcome=SimpleNamespace(load_blocks_max=most, peer_address="10.0.0.1:7400"), epoch=b"e" * 16, lost=False, sent=[])
+        super().__init__(
+            welcome=SimpleNamespace(load_blocks_max=most, peer_address="10.0.0.1:7400"),
+            epoch=b"e" * 16,
+            lost=False,
+            draining=False,
+            sent=[],
+        )
 
     def send(self, message) -> bool:
         self.sent.append(message)
@@ -50,6 +56,12 @@ def test_offer_and_ticket_agree():
     assert (ticket.offer_id, ticket.secret) == (offer.offer_id, offer.secret)
     assert ticket.blocks == 6 and ticket.tokens == 100 and ticket.tail_hash == HASHES[5] and offer.hashes == b"".join(HASHES[:6])
     assert list(ticket.addresses) == ["10.0.0.1:7400"] and ticket.lifetime_ms == 120_000
+
+
+def test_nothing_is_offered_to_a_daemon_that_is_about_to_stop():
+    attached = Attached()
+    attached.draining = True
+    assert offers(Table()).finish(request(), list(range(7)), None, None, attached, SPACE) is None and not attached.sent
 
 
 def test_offer_is_bounded():

@@ -3,12 +3,15 @@
 import os
 import signal
 import time
+import urllib.request
 
 import pytest
+from api_server import ApiServer, complete, post
 from daemon import wait_for
 from engine import Engine
 from nodes import TwoNodes
 from prompts import prompts, tokens
+from proxy import Proxy
 from test_vllm_direct import BLOCK, SMALL, Free, both, full, transfer
 from test_vllm_smoke import prefill
 
@@ -218,6 +221,48 @@ def test_two_ranks_on_both_sides(model, tmp_path):
         answer = both(p, d, asked[1], nodes.a.address)
         assert answer["cached"] == full(asked[1])
         assert [answer["tokens"]] == tokens(p.generate([asked[1]]))
+
+
+def stored(tokens_so_far: list[int]) -> int:
+    """Blocks that a node has at least which decoded so much: the last token is never computed."""
+    return full(tokens_so_far[:-1]) // BLOCK
+
+
+def free_share(server: ApiServer) -> float:
+    with urllib.request.urlopen(server.url + "/metrics", timeout=10) as answer:
+        (line,) = [x for x in answer.read().decode().splitlines() if x.startswith("vllm:kv_cache_usage_perc")]
+    return 1 - float(line.rsplit(" ", 1)[1])
+
+
+@pytest.mark.parametrize("arguments", [(), ("--overlap",)])
+def test_conversation_through_the_proxy(model, reference, tmp_path, arguments):
+    """Two turns with servers that step by themselves: what was kept for an offer comes back without another request."""
+    engine = ("--max-model-len", "4096", "--block-size", str(BLOCK), "--max-num-batched-tokens", "192")
+    with (
+        TwoNodes(tmp_path, watchdog_s=10) as nodes,
+        ApiServer(model, tmp_path, nodes.a, *engine) as p,
+        ApiServer(model, tmp_path, nodes.b, *engine) as d,
+    ):
+        p.wait()
+        d.wait()
+        wait_for(lambda: nodes.a.attached(workers=1) and nodes.b.attached(workers=1), 15, "both are attached")
+        with Proxy(tmp_path, [f"{p.url},peer={nodes.a.address}"], [f"{d.url},peer={nodes.b.address}"], *arguments) as proxy:
+            for seed in range(68, 73):  # on a busy machine a look-up at a peer may take longer than it may
+                (prompt,) = prompts(seed, count=1)
+                first = complete(proxy.url, prompt, 100)
+                assert [first["tokens"]] == reference([prompt], 100)
+                wait_for(lambda: free_share(p) == free_share(d) == 1, 10, "all blocks are free")
+                wait_for(lambda n=stored(prompt + first["tokens"]): nodes.b.cli("status")["tiers"][0]["blocks"] >= n, 10, "stored")
+                post(p.url + "/reset_prefix_cache", {})
+                turn = prompt + first["tokens"] + prompt[:50]
+                assert [complete(proxy.url, turn, 12)["tokens"]] == reference([turn])
+                if p.metrics().get("peer_blocks_total"):
+                    break
+            wait_for(lambda: free_share(p) == free_share(d) == 1, 10, "all blocks are free")
+        counted = p.metrics()
+        assert counted["peer_hints_total"] >= 2 and counted["peer_blocks_total"] >= 2
+        assert counted["lent_prompts_total"] >= 2
+        assert d.metrics()["loaded_blocks_total"] >= full(prompt) // BLOCK
 
 
 def test_engine_that_is_stopped_lends_nothing_that_changes(model, reference, daemon, tmp_path):

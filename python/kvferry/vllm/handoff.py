@@ -168,7 +168,7 @@ class Offers:
         Returns the ticket, and what its blocks are to be kept for; None where nothing was offered.
         """
         offer = self._offer(request, attachment, space_id, transfer)
-        if offer is None:
+        if offer is None or attachment.draining:  # which takes no offers, and would not say when one is served
             return None
         message = pb.SessionRequest(offer=offer)
         if opened is not None and opened.attachment is attachment:
