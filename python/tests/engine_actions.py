@@ -150,6 +150,65 @@ def watch_bytes(llm):
     loader_module.Loader._loaded = comparing
 
 
+# Hash and digest, as hexadecimal digits.
+_noted: set[tuple[str, str]] = set()
+_loaded: list[tuple[str, str]] = []
+
+
+def watch_handoffs(llm):
+    """From now on every block's content is noted when it is handed to a store or offered, and when a load of it is reported as ended."""
+    from kvferry.vllm import loader as loader_module
+
+    scheduler, worker = connectors(llm)
+    offers, memory = scheduler._scheduler._offers, worker._worker._memory
+    start_store, finish, settle = worker._worker._start_store, offers.finish, loader_module.Loader._settle
+
+    def note(into, block_ids, names):
+        for block_id, name in zip(block_ids, names):
+            into((name.hex(), _content(memory, block_id).hex()))
+
+    def noting_stores(job):
+        note(_noted.add, job.block_ids, [job.hashes[i : i + 32] for i in range(0, len(job.hashes), 32)])
+        start_store(job)
+
+    def noting_offers(request, block_ids, *rest):
+        note(_noted.add, block_ids, request.block_hashes)
+        return finish(request, block_ids, *rest)
+
+    def noting_loads(self, load):
+        # Before the engine hears of it, and may write there.
+        if load.decided() and not [op for op in load.lending if not op.quiet()] and self._loads.get(load.job.request_id) is load:
+            came = [i for i in range(len(load.job.block_ids)) if i not in load.missing]
+            note(_loaded.append, [load.job.block_ids[i] for i in came], [load.job.hashes[32 * i : 32 * i + 32] for i in came])
+        settle(self, load)
+
+    worker._worker._start_store, offers.finish, loader_module.Loader._settle = noting_stores, noting_offers, noting_loads
+
+
+def noted_contents(llm):
+    return sorted(_noted)
+
+
+def loaded_contents(llm):
+    return _loaded
+
+
+def step_handing(llm, times):
+    """So many steps, or until nothing is left to do; the requests that ended, with their parameters."""
+    ended = []
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    for _ in range(times):
+        if not llm.llm_engine.has_unfinished_requests() and not scheduler.has_finished_requests():
+            break
+        for o in llm.llm_engine.step():
+            if o.finished:
+                params = o.kv_transfer_params
+                if params:
+                    params.pop("remote_prefill_cached_tokens", None)
+                ended.append({"id": o.request_id, "params": params})
+    return ended
+
+
 def checks(llm):
     return _checks
 

@@ -1,13 +1,15 @@
 """What can go wrong in the middle of a handoff out of or into the engines' own memory: scripts/test-vllm --long."""
 
+import contextlib
 import os
+import random
 import signal
 import time
 import urllib.request
 
 import pytest
 from api_server import ApiServer, complete, post
-from daemon import wait_for
+from daemon import Daemon, wait_for
 from engine import Engine
 from nodes import TwoNodes
 from prompts import prompts, tokens
@@ -223,9 +225,10 @@ def test_two_ranks_on_both_sides(model, tmp_path):
         assert [answer["tokens"]] == tokens(p.generate([asked[1]]))
 
 
-def stored(tokens_so_far: list[int]) -> int:
-    """Blocks that a node has at least which decoded so much: the last token is never computed."""
-    return full(tokens_so_far[:-1]) // BLOCK
+def wait_stored(node: Daemon, tokens_so_far: list[int]) -> None:
+    """Until a node that decoded so much has its blocks; the last token was never computed."""
+    blocks = full(tokens_so_far[:-1]) // BLOCK
+    wait_for(lambda: node.cli("status")["tiers"][0]["blocks"] >= blocks, 10, "the blocks are stored")
 
 
 def free_share(server: ApiServer) -> float:
@@ -252,7 +255,7 @@ def test_conversation_through_the_proxy(model, reference, tmp_path, arguments):
                 first = complete(proxy.url, prompt, 100)
                 assert [first["tokens"]] == reference([prompt], 100)
                 wait_for(lambda: free_share(p) == free_share(d) == 1, 10, "all blocks are free")
-                wait_for(lambda n=stored(prompt + first["tokens"]): nodes.b.cli("status")["tiers"][0]["blocks"] >= n, 10, "stored")
+                wait_stored(nodes.b, prompt + first["tokens"])
                 post(p.url + "/reset_prefix_cache", {})
                 turn = prompt + first["tokens"] + prompt[:50]
                 assert [complete(proxy.url, turn, 12)["tokens"]] == reference([turn])
@@ -276,3 +279,105 @@ def test_engine_that_is_stopped_lends_nothing_that_changes(model, reference, dae
         answer = d.generate([prompt], params=params)
         assert tokens(answer) == reference([prompt])
         assert answer[0]["cached"] == full(prompt)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_handoffs_at_random(model, tmp_path, count):
+    """Prompts are handed over between engines with little memory; aborts, tickets that come twice or late, daemons that freeze and die.
+
+    Whatever the decode engine gets must be what the prefill engine had in the block when it offered or stored it.
+    """
+    small = {**SMALL, "num_gpu_blocks_override": 60, "max_model_len": 1024, "max_num_seqs": 3}
+    patience = {
+        "match_wait_ms": 200,
+        "match_timeout_ms": 500,
+        "load_timeout_ms": 1500,
+        "transfer_timeout_ms": 3000,
+        "spill_ms": 500,
+        "spill_percent": 70,
+    }
+    with contextlib.ExitStack() as stack:
+        if count == 1:
+            daemons = [stack.enter_context(Daemon(tmp_path / "node", pool="40MiB", slab="4MiB", watchdog_s=5))]
+        else:
+            nodes = stack.enter_context(TwoNodes(tmp_path, pool="40MiB", slab="4MiB", watchdog_s=5))
+            daemons = [nodes.a, nodes.b]
+        p = stack.enter_context(Engine(model, tmp_path, daemons[0], patience, **small))
+        d = stack.enter_context(Engine(model, tmp_path, daemons[-1], patience, **small))
+        for engine in (p, d):
+            engine.run("wait_attached")
+            engine.run("watch_handoffs")
+        free = Free(p, d)
+        handed = hand_over_at_random(p, d, daemons, random.Random(70 + count), seconds=60)
+        for engine in (p, d):
+            engine.run("run_out", timeout_s=60)
+        noted = {(name, content) for e in (p, d) for name, content in e.run("noted_contents")}
+        got = [tuple(entry) for entry in d.run("loaded_contents")]
+        counted = d.run("metrics")
+        print(handed, "handed over", len(got), "blocks loaded", counted, p.run("metrics"))
+        assert not [entry for entry in got if entry not in noted]
+        assert counted.get("source_blocks:lent" if count == 1 else "source_blocks:direct", 0) > 50
+        assert not [k for k in {**counted, **p.run("metrics")} if k.startswith("errors")]
+        for engine in (p, d):
+            engine.run("wait_attached")
+        free.check()
+
+
+def hand_over_at_random(p: Engine, d: Engine, daemons: list[Daemon], rng: random.Random, seconds: float) -> int:
+    """The number of prompts that the decode engine was told to take; the daemons run again at the end."""
+    asked: dict[str, list[int]] = {}
+    tickets: list[tuple[list[int], dict]] = []
+    alive: list[tuple[Engine, str]] = []
+    frozen: Daemon | None = None
+    began, number, taken = time.monotonic(), 0, 0
+
+    def submit(engine: Engine, prompt: list[int], count: int, params: dict) -> None:
+        nonlocal number
+        number += 1
+        asked[f"q{number}"] = prompt
+        alive.append((engine, f"q{number}"))
+        engine.run("submit", request_id=f"q{number}", prompt=prompt, count=count, params=params)
+
+    while time.monotonic() - began < seconds:
+        action = rng.random()
+        busy = [sum(e is engine for e, _ in alive) for engine in (p, d)]
+        if action < 0.25 and busy[0] < 6:
+            prompt = prompts(1000 + number, 1, rng.randint(60, 600))[0]
+            if rng.random() < 0.4 and busy[1] < 6:
+                first, second = transfer(daemons[0].address)
+                submit(p, prompt, 1, first)
+                submit(d, prompt, rng.randint(1, 40), second)
+                taken += 1
+            else:
+                submit(p, prompt, 1, {"do_remote_decode": True})
+        elif action < 0.5 and tickets and busy[1] < 6:
+            at = rng.randrange(len(tickets))
+            prompt, params = tickets[at] if rng.random() < 0.1 else tickets.pop(at)
+            submit(d, prompt, rng.randint(1, 40), params)
+            taken += 1
+        elif action < 0.54 and alive:
+            engine, request_id = alive.pop(rng.randrange(len(alive)))
+            engine.run("abort", request_id=request_id)
+        elif action < 0.56:
+            rng.choice((p, d)).run("reset")
+        elif action < (0.62 if frozen else 0.575):
+            if frozen:
+                frozen.thaw()
+                frozen = None
+            else:
+                frozen = rng.choice(daemons)
+                frozen.freeze()
+        elif action < 0.58 and not frozen:
+            victim = rng.choice(daemons)
+            victim.kill()
+            victim.start()
+        else:
+            engine = rng.choice((p, d))
+            for ended in engine.run("step_handing", times=rng.randint(1, 15)):
+                name = ended["id"].split("-")[0]
+                alive = [(e, r) for e, r in alive if r != name]
+                if engine is p and ended["params"]:
+                    tickets.append((asked[name], ended["params"]))
+    if frozen:
+        frozen.thaw()
+    return taken
