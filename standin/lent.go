@@ -90,11 +90,14 @@ func (s *Session) copyLent(ctx context.Context, r *kvferryv1.LoadResult, blocks 
 	if len(at) == 0 {
 		return nil
 	}
-	l, err := s.lentBy(ctx, r.Lent)
-	if err != nil {
-		return err
-	}
 	m, first := s.config.Memory, int(r.First)
+	l, err := s.lentBy(ctx, r.Lent)
+	if err != nil { // its lender is gone since
+		for _, i := range at {
+			report.miss(first + i)
+		}
+		return nil
+	}
 	var batch []transport.Copy
 	var copied []int
 	holds := func(i int) bool {
@@ -112,6 +115,7 @@ func (s *Session) copyLent(ctx context.Context, r *kvferryv1.LoadResult, blocks 
 		}
 		batch, copied = append(batch, transport.Copy{Src: src, Dst: m.segments(nil, blocks[first+i])}), append(copied, i)
 	}
+	s.copying(len(batch))
 	if err := l.copier.Copy(ctx, batch); err != nil {
 		return err
 	}

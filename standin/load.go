@@ -40,6 +40,8 @@ func (s *Session) Load(ctx context.Context, r LoadRequest) (*LoadReport, error) 
 	if len(r.Blocks) != len(r.Hashes) {
 		return report, errors.New("load: blocks and hashes differ in number")
 	}
+	s.writes.Add(1)
+	defer s.writes.Done()
 	o, err := s.begin(r.DeadlineMs, func(operation uint64, word uint32) *kvferryv1.SessionRequest {
 		load := &kvferryv1.Load{Operation: operation, Word: word, SpaceId: s.Space[:], RequestId: r.RequestID, Hashes: pack(r.Hashes), DeadlineMs: r.DeadlineMs}
 		if r.Ticket == nil {
@@ -139,6 +141,7 @@ func (s *Session) copyBlocks(ctx context.Context, r *kvferryv1.LoadResult, block
 		batch = append(batch, transport.Copy{Src: planes[from : from+1], Dst: planes[from+1:]})
 		at = append(at, i)
 	}
+	s.copying(len(batch))
 	if err := s.copier.Copy(ctx, batch); err != nil {
 		return err
 	}
@@ -150,6 +153,13 @@ func (s *Session) copyBlocks(ctx context.Context, r *kvferryv1.LoadResult, block
 		report.Loaded++
 	}
 	return s.copyLent(ctx, r, blocks, lent, report)
+}
+
+// copying lets tests do something to blocks that are about to be copied.
+func (s *Session) copying(blocks int) {
+	if blocks > 0 && s.config.Copying != nil {
+		s.config.Copying()
+	}
 }
 
 // miss notes a block whose generation or checksum did not hold.

@@ -138,7 +138,7 @@ func (o *Operation) waitQuiet() {
 			}
 		default:
 		}
-		quiet := true // closed: then Close has waited
+		quiet := true // the mappings go when nothing waits here any more
 		o.s.useWords(func() {
 			quiet = atomic.LoadUint64((*uint64)(unsafe.Pointer(&o.s.words[int(o.word)*wordBytes+quietOffset]))) == o.number || (o.s.daemon != nil && dead(o.s.daemon))
 		})
