@@ -117,11 +117,23 @@ func (r *Registry) Claim(ctx context.Context, q ClaimRequest) (ClaimAnswer, erro
 		shard = 0
 	}
 	v := r.await(ctx, q, o, at, ref, shard, shape.ShardBytes, deadline)
-	a, err := r.pin(q, o, at, ref, shape, shard, &v)
+	a, err := ClaimAnswer{}, context.Cause(ctx)
+	if err == nil {
+		a, err = r.pin(q, o, at, ref, shape, shard, &v)
+	} else {
+		r.forsake(o) // nobody hears the answer, and nobody would end the claim
+	}
 	if v.lent != nil && !v.taken {
 		v.lent.Release()
 	}
 	return a, err
+}
+
+// forsake is for a claim whose claimer has gone while it waited.
+func (r *Registry) forsake(o *offer) {
+	r.mu.Lock()
+	defer r.unlock()
+	o.drop(time.Now().Add(r.cfg.Limits.ClaimLease))
 }
 
 // find waits for an offer that may not be registered yet, and checks that the claim may have it. at is where the claim's blocks are in it. The answer is nil where an offer
@@ -139,8 +151,8 @@ func (r *Registry) find(ctx context.Context, q ClaimRequest, until time.Time) (o
 		}
 		past := r.pastLocked(q.OfferID)
 		r.unlock()
-		if past != "" {
-			return nil, nil, fmt.Errorf("%w: claim.offer_id: %x has ended: %s", ErrUnknown, q.OfferID, past)
+		if past != nil {
+			return nil, nil, fmt.Errorf("%w: claim.offer_id: %x has ended: %s", ErrUnknown, q.OfferID, past.reason)
 		}
 		select {
 		case <-arrivals:
@@ -155,13 +167,14 @@ func (r *Registry) find(ctx context.Context, q ClaimRequest, until time.Time) (o
 	}
 }
 
-func (r *Registry) pastLocked(id [16]byte) string {
+// pastLocked is an offer that has ended, if it is still known.
+func (r *Registry) pastLocked(id [16]byte) *offer {
 	for _, o := range r.order {
 		if o.ID == id {
-			return o.reason
+			return o
 		}
 	}
-	return ""
+	return nil
 }
 
 // takeLocked checks a claim against its offer and binds the offer to the claimer.
@@ -172,9 +185,9 @@ func (r *Registry) takeLocked(o *offer, q ClaimRequest) (at []int, err error) {
 	if q.Epoch != r.cfg.Epoch && !o.router {
 		return nil, fmt.Errorf("%w: claim.epoch: must name this daemon's", ErrUnknown)
 	}
-	if o.claims == 0 && !o.until.After(time.Now()) {
-		r.endLocked(o, "expired")
-		return nil, fmt.Errorf("%w: claim.offer_id: %x has ended: expired", ErrUnknown, o.ID)
+	if o.overAt(time.Now()) {
+		r.endLocked(o, o.lapse())
+		return nil, fmt.Errorf("%w: claim.offer_id: %x has ended: %s", ErrUnknown, o.ID, o.reason)
 	}
 	if o.claimer != "" && o.claimer != q.Instance {
 		return nil, fmt.Errorf("%w: claim.instance: %q has it", ErrTaken, o.claimer)
@@ -253,7 +266,7 @@ func (r *Registry) lend(o *offer, rank, region uint32, shardBytes uint64) *Lent 
 	if r.cfg.Lend == nil {
 		return nil
 	}
-	l, err := r.cfg.Lend(o.owner, o.Instance, rank, region)
+	l, err := r.cfg.Lend(o.owner, o.Instance, rank, region, o.made)
 	if err == nil && l.ShardBytes != shardBytes {
 		l.Release()
 		err = fmt.Errorf("%w: shards of %d bytes, the space has %d", ErrMismatch, l.ShardBytes, shardBytes)
@@ -349,6 +362,7 @@ func (r *Registry) claimLocked(q ClaimRequest, o *offer) (*claim, error) {
 	}
 	r.claims[c.key], r.byClaim[id] = c, c
 	o.claims++
+	o.reading[q.Rank]++
 	return c, nil
 }
 
@@ -370,19 +384,8 @@ func (r *Registry) Renew(keys [][16]byte) (ended [][16]byte) {
 func (r *Registry) EndClaim(key [16]byte, reason string) {
 	r.mu.Lock()
 	defer r.unlock()
-	c := r.claims[key]
-	if c == nil {
-		return
-	}
-	o := c.offer
-	r.endClaimLocked(c, reason)
-	if reason != "" || o.state == Ended {
-		return
-	}
-	o.ranks[c.id.rank] = true
-	r.servedLocked(o, c.id.rank, "done")
-	if len(o.ranks) == int(o.TP) && o.claims == 0 {
-		r.endLocked(o, "done")
+	if c := r.claims[key]; c != nil {
+		r.endClaimLocked(c, reason)
 	}
 }
 
@@ -391,10 +394,21 @@ func (r *Registry) endClaimLocked(c *claim, reason string) {
 	delete(r.claims, c.key)
 	delete(r.byClaim, c.id)
 	c.ended = true
-	c.offer.claims--
+	o, rank := c.offer, c.id.rank
+	o.claims--
+	o.reading[rank]--
 	if reason == "" {
-		reason = "done"
+		o.ranks[rank] = true
 	}
-	r.cfg.Log.Debug("claim ended", "offer", fmt.Sprintf("%x", c.offer.ID), "instance", c.id.instance, "rank", c.id.rank, "reason", reason)
+	switch {
+	case o.state == Ended:
+	case len(o.ranks) == int(o.TP) && o.claims == 0:
+		r.endLocked(o, "done")
+	case o.ranks[rank]: // perhaps by another claim than this one
+		r.doneLocked(o, rank)
+	default:
+		o.drop(c.until)
+	}
+	r.cfg.Log.Debug("claim ended", "offer", fmt.Sprintf("%x", o.ID), "instance", c.id.instance, "rank", rank, "reason", cmp.Or(reason, "done"))
 	r.freeLocked(c)
 }

@@ -1,7 +1,9 @@
 package handoff
 
 import (
+	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"sync"
@@ -76,8 +78,8 @@ type FetchResult struct {
 	Lent []LentPlace
 	// Memory is what they lie in, held until End.
 	Memory *Lent
-	// End gives back what keeps blocks readable; nil: nothing does.
-	End func()
+	// End gives back what keeps blocks readable, and says why the worker has not read them; empty: it has. Nil: nothing keeps them.
+	End func(reason string)
 }
 
 // LentPlace is where a block lies in lent memory.
@@ -141,6 +143,12 @@ const partBytes = 8 << 20
 
 // claimWait is how long a peer may wait for stores that are still running, at a time.
 const claimWait = 3 * time.Second
+
+// answerWait is what a claim needs at least to be worth while.
+const answerWait = 50 * time.Millisecond
+
+// errPending is what a fetch ends with when its time was over before all blocks had come to the peer. That has answered.
+var errPending = errors.New("handoff: blocks were still to come")
 
 // transferWait is how long an offer whose id the router chose may be unknown to the node that the router named.
 const transferWait = 10 * time.Second
@@ -246,8 +254,9 @@ func (t Ticket) address(rank uint32) string {
 
 func (f *Fetcher) claimRequest(ctx context.Context, q FetchRequest, hashes []byte) ClaimRequest {
 	wait := claimWait
-	if until, ok := ctx.Deadline(); ok {
-		wait = min(wait, time.Until(until))
+	if until, ok := ctx.Deadline(); ok { // the answer has to come in time too: else it looks as if the peer had none
+		left := time.Until(until)
+		wait = min(wait, left-left/8)
 	}
 	return ClaimRequest{
 		Epoch: q.Ticket.Epoch, OfferID: q.Ticket.OfferID, Secret: q.Ticket.Secret, Instance: q.Instance, Rank: q.Rank, TP: q.TP, ClaimID: q.ClaimID,
@@ -313,7 +322,7 @@ func (out *FetchResult) take(q FetchRequest, a ClaimAnswer, at []int) (pending [
 // endLocal ends a claim of this node, at once or when the worker has read what is lent.
 func (f *Fetcher) endLocal(key [16]byte, out *FetchResult, reason string) {
 	if out.Memory != nil {
-		out.End = func() { f.cfg.Registry.EndClaim(key, reason) }
+		out.End = func(later string) { f.cfg.Registry.EndClaim(key, cmp.Or(reason, later)) }
 		return
 	}
 	f.cfg.Registry.EndClaim(key, reason)

@@ -106,8 +106,16 @@ func (f *Fetcher) Find(ctx context.Context, w Wanted) (Ticket, Decision) {
 			continue
 		}
 		asked := time.Now()
+		if !p.lookups.Allow(asked) {
+			continue
+		}
 		a, err := f.cfg.Control.Fetch(ctx, p.address, w.Find)
-		p.report(err)
+		if ctx.Err() != nil { // the engine's patience is short: transfers may go all the same
+			p.lookups.Failure(time.Now(), "late")
+		} else {
+			p.lookups.Success()
+			p.report(err)
+		}
 		if err != nil {
 			f.cfg.Log.Debug("find blocks", "peer", address, "error", err)
 			continue

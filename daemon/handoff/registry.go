@@ -119,7 +119,7 @@ func (r *Registry) register(owner tiers.Owner, o Offer, claimer string) error {
 	now := time.Now()
 	n := len(o.Hashes) / kvferry.HashSize
 	e := &offer{Offer: o, owner: owner, made: now, until: now.Add(o.Lifetime), comes: now.Add(r.cfg.Limits.StoreWait), blocks: n, router: o.OpenEnded, claimer: claimer, lent: o.Blocks.IDs != nil,
-		ranks: map[uint32]bool{}, told: map[uint32]bool{}, changed: make(chan struct{})}
+		ranks: map[uint32]bool{}, told: map[uint32]bool{}, reading: map[uint32]int{}, changed: make(chan struct{})}
 	if o.OpenEnded {
 		e.comes, e.until = time.Time{}, now.Add(r.cfg.Limits.OpenEnded)
 	}
@@ -152,6 +152,12 @@ func (r *Registry) register(owner tiers.Owner, o Offer, claimer string) error {
 func (r *Registry) Complete(owner tiers.Owner, id [16]byte, blocks LentBlocks) error {
 	r.mu.Lock()
 	defer r.unlock()
+	if o := r.pastLocked(id); o != nil && o.owner == owner && o.OpenEnded {
+		// It ended before its engine was done. What that keeps for it now, it need not keep.
+		o.OpenEnded, o.Blocks, o.lent = false, blocks, blocks.IDs != nil
+		r.servedAllLocked(o)
+		return nil
+	}
 	o, err := r.ownLocked("complete_offer", owner, id)
 	if err != nil {
 		return err
@@ -166,7 +172,7 @@ func (r *Registry) Complete(owner tiers.Owner, id [16]byte, blocks LentBlocks) e
 	o.OpenEnded, o.Blocks, o.comes, o.until = false, blocks, now.Add(r.cfg.Limits.StoreWait), now.Add(o.Lifetime)
 	o.lent = blocks.IDs != nil
 	for rank := range o.ranks { // served before there was anything to keep
-		r.servedLocked(o, rank, "done")
+		r.doneLocked(o, rank)
 	}
 	o.wakeLocked()
 	return nil
@@ -199,13 +205,19 @@ func (r *Registry) ownLocked(message string, owner tiers.Owner, id [16]byte) (*o
 
 func (o *offer) leaseKey() string { return "offer " + string(o.ID[:]) }
 
-// SessionEnded ends the offers of a session that nobody has claimed. Claims that are alive go on: their blocks are in the pool.
+// SessionEnded ends the offers of a session that nobody has claimed. Claims that are alive go on: their blocks are in the pool, or in memory that stays mapped. But nothing more will come.
 func (r *Registry) SessionEnded(owner tiers.Owner) {
 	r.mu.Lock()
 	defer r.unlock()
+	now := time.Now()
 	for _, o := range r.offers {
-		if o.owner == owner && o.state == Open {
+		switch {
+		case o.owner != owner:
+		case o.state == Open:
 			r.endLocked(o, "session ended")
+		case o.comes.IsZero() || o.comes.After(now):
+			o.comes = now
+			o.wakeLocked()
 		}
 	}
 }
@@ -217,19 +229,32 @@ func (r *Registry) endLocked(o *offer, reason string) {
 	}
 	o.changeState(evEnd)
 	o.reason, o.ended = reason, time.Now()
-	for rank := range o.TP {
-		r.servedLocked(o, rank, reason)
-	}
+	r.servedAllLocked(o)
 	o.wakeLocked()
 	r.cfg.Ledger.ReleaseKey(o.owner, o.leaseKey())
 	delete(r.offers, o.ID)
 	r.hashes -= o.blocks
-	o.Hashes, o.Blocks = nil, LentBlocks{}
+	o.Hashes = nil
 	r.order = append(r.order, o)
 	if over := len(r.order) - r.cfg.Limits.EndedKept; over > 0 {
 		r.order = append(r.order[:0], r.order[over:]...)
 	}
 	r.cfg.Counters.Add("offers", reason, 1)
+}
+
+// servedAllLocked tells all ranks of an offer that has ended.
+func (r *Registry) servedAllLocked(o *offer) {
+	for rank := range o.TP {
+		r.servedLocked(o, rank, o.reason)
+	}
+	o.Blocks = LentBlocks{}
+}
+
+// doneLocked tells a rank that was served whole, unless another claim of it still reads.
+func (r *Registry) doneLocked(o *offer, rank uint32) {
+	if o.reading[rank] == 0 {
+		r.servedLocked(o, rank, "done")
+	}
 }
 
 // Expire ends claims that were not renewed and offers whose lifetime is over.
@@ -242,8 +267,8 @@ func (r *Registry) Expire(now time.Time) {
 		}
 	}
 	for _, o := range r.offers {
-		if o.claims == 0 && !o.until.After(now) {
-			r.endLocked(o, "expired")
+		if o.overAt(now) {
+			r.endLocked(o, o.lapse())
 		}
 	}
 }

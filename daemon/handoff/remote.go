@@ -32,7 +32,10 @@ func (r *remote) path() string {
 // run returns when every block has a status, or something failed.
 func (r *remote) run(ctx context.Context) error {
 	todo := indexes(len(r.out))
-	for len(todo) > 0 {
+	for answered := false; len(todo) > 0; answered = true {
+		if until, ok := ctx.Deadline(); answered && ok && time.Until(until) < answerWait {
+			return fmt.Errorf("%w: %d", errPending, len(todo))
+		}
 		c := r.f.claimRequest(ctx, r.q, pick(r.q.Hashes, todo))
 		c.ReadsLent, c.Path = r.lent, r.path()
 		a, err := r.f.cfg.Control.Claim(ctx, r.p.address, c)

@@ -107,13 +107,13 @@ func (o *operation) accept(ctx context.Context, space tiers.SpaceRef, r Load) {
 		}
 	}
 	if got.End != nil && !o.readsUntil(got.End) {
-		got.End()
+		got.End("the operation has ended")
 	}
 	a.send(slices.Sorted(maps.Keys(rest)), true)
 }
 
 // readsUntil keeps what the process reads of another worker until the operation ends. It answers false when it has ended.
-func (o *operation) readsUntil(end func()) bool {
+func (o *operation) readsUntil(end func(reason string)) bool {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if !o.ended {

@@ -136,7 +136,7 @@ type lentToken struct {
 }
 
 // Lend is handoff.Lend.
-func (m *Manager) Lend(scheduler tiers.Owner, instance string, rank, regionID uint32) (*handoff.Lent, error) {
+func (m *Manager) Lend(scheduler tiers.Owner, instance string, rank, regionID uint32, since time.Time) (*handoff.Lent, error) {
 	m.mu.Lock()
 	sched := m.sessions[uint64(scheduler)]
 	var worker *Session
@@ -148,6 +148,9 @@ func (m *Manager) Lend(scheduler tiers.Owner, instance string, rank, regionID ui
 	m.mu.Unlock()
 	if sched == nil || worker == nil {
 		return nil, fmt.Errorf("lend: %w: the engine of %q, rank %d, is not attached", ErrNotFound, instance, rank)
+	}
+	if worker.attached.After(since) {
+		return nil, fmt.Errorf("lend: %w: rank %d of %q has attached since: the blocks were another one's", ErrState, rank, instance)
 	}
 	table := sched.lentTable()
 	r := worker.region(regionID)

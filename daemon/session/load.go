@@ -243,7 +243,11 @@ func (o *operation) endLoad(out Outcome, reason string) {
 		o.s.m.cfg.Ledger.Unpin(h)
 	}
 	if reads != nil {
-		reads()
+		why := reason
+		if out != OutcomeCommitted {
+			why = out.String() + " " + reason
+		}
+		reads(why)
 	}
 	if out != OutcomeCommitted {
 		o.s.wordsMap.decide(o.word, o.number, WordFailed, out, 0)

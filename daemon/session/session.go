@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"sync"
 	"time"
@@ -295,7 +296,7 @@ func (s *Session) Close(reason error) {
 
 func closeReason(err error) string {
 	switch {
-	case err == nil, errors.Is(err, context.Canceled):
+	case err == nil, errors.Is(err, context.Canceled), errors.Is(err, io.EOF):
 		return "stream_ended"
 	case errors.Is(err, ErrProcessGone):
 		return "process_gone"

@@ -24,14 +24,16 @@ var networks atomic.Uint32
 
 // NewNetwork makes the other namespace and the link. It needs root and the ip command; where it fails, loopback addresses have to do.
 func NewNetwork() (*Network, error) {
-	// Of a process at most four at a time: their addresses and names are those of its pid.
-	id := os.Getpid()%15000*4 + int(networks.Add(1)-1)%4
+	// Names and addresses are those of a number that other processes do not take, most likely.
+	id := (os.Getpid()*16 + int(networks.Add(1)-1)) % 60000
 	n := &Network{name: fmt.Sprintf("kvferry-%d", id), near: fmt.Sprintf("kvf%da", id), far: fmt.Sprintf("kvf%db", id)}
-	third, fourth := id/64%256, id%64*4
-	n.Here, n.There = fmt.Sprintf("10.%d.%d.%d", 199+id/(64*256), third, fourth+1), fmt.Sprintf("10.%d.%d.%d", 199+id/(64*256), third, fourth+2)
+	subnet := fmt.Sprintf("10.%d.%d.", 199+id/(64*256), id/64%256)
+	n.Here, n.There = fmt.Sprint(subnet, id%64*4+1), fmt.Sprint(subnet, id%64*4+2)
 	n.path = "/run/netns/" + n.name
+	if err := system("ip netns add " + n.name); err != nil {
+		return nil, err
+	}
 	for _, command := range []string{
-		"netns add " + n.name,
 		"link add " + n.near + " type veth peer name " + n.far + " netns " + n.name,
 		"addr add " + n.Here + "/30 dev " + n.near,
 		"link set " + n.near + " up",
