@@ -16,6 +16,9 @@ var (
 // claimLease is the daemon's: what nobody renews ends after it.
 const claimLease = 10 * time.Second
 
+// dataStall is how long a connection of the data protocol may stand still, whose client has gone without a word. What it has asked for renews its claim until then.
+const dataStall = 5 * time.Second
+
 // The prefill worker is killed: what it has offered is read as long as that is safe, and what is not is missing.
 func TestPrefillWorkerKilled(t *testing.T) {
 	t.Parallel()
@@ -72,11 +75,21 @@ func (r *rig) under(w way) *handoff {
 	return r.offered(w).load().under()
 }
 
+// everyUnder are handoffs in mid-transfer, one of each way between nodes, over a slow link.
+func (r *rig) everyUnder() (all []*handoff) {
+	r.Helper()
+	for _, w := range remoteWay {
+		all = append(all, r.offered(w).load())
+	}
+	return append(all[:2:2], all[2].under())
+}
+
 // The decode worker is killed in mid-transfer: nobody else gets the prompt, the same instance does when it is back, and when it does not come back the prefill worker has its blocks after the
 // claim's lease.
 func TestDecodeWorkerKilled(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
+	r.lifetime = time.Minute
 	other, beside := r.worker("other", r.b), r.worker("beside", r.a)
 	fast := r.slow()
 	kill := func(w way) *handoff {
@@ -98,7 +111,9 @@ func TestDecodeWorkerKilled(t *testing.T) {
 		if w == lent {
 			stranger = beside
 		}
-		h.again(stranger).load().none()
+		if got := h.again(stranger).load().end(); got.Report.Loaded == promptBlocks || (w >= direct && got.Report.Loaded > 0) { // what came by the pool is there for everybody
+			t.Errorf("%v: another instance got %d blocks", w, got.Report.Loaded)
+		}
 		h.again(h.to).load().all()
 		h.served(time.Second, "done")
 		h.once()
@@ -119,51 +134,60 @@ func TestDecodeWorkerKilled(t *testing.T) {
 func TestPrefillDaemonKilled(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
-	for _, w := range everyWay {
-		var fast func()
-		if w != lent {
-			fast = r.slow()
-		}
-		before := r.offered(w)
-		h := r.under(w)
-		r.a.Kill()
-		if w == lent {
-			r.must(r.near.Go(t.Context()))
-			h.end()
-		} else {
-			if got := h.answer(3 * time.Second); got.err != nil || got.Report.Loaded == promptBlocks {
-				t.Errorf("%v: %+v %v", w, got.Report, got.err)
-			}
-			fast()
-		}
+	back := func() {
 		r.a = r.node(r.a.NodeConfig)
 		r.attach(r.prefill, r.a)
 		r.attach(r.near, r.a)
-		before.load().none()
-		h.untouched()
-		r.recovers(w)
 	}
-	r.nothingHeld(time.Second)
-
+	before := r.offered(pooled)
 	fast := r.slow()
-	for _, w := range remoteWay {
-		h := r.under(w)
-		r.must(r.a.Freeze())
-		if got := h.end(); got.err != nil || got.Report.Loaded == promptBlocks {
-			t.Errorf("%v: %+v %v", w, got.Report, got.err)
+	under := r.everyUnder()
+	r.a.Kill()
+	for _, h := range under {
+		if got := h.answer(3 * time.Second); got.err != nil || got.Report.Loaded == promptBlocks {
+			t.Errorf("%v: %+v %v", h.way, got.Report, got.err)
 		}
-		r.must(r.a.Thaw())
-		r.recovers(w)
-		h.untouched()
 	}
 	fast()
-	r.nothingHeld(claimLease + time.Second)
+	back()
+	before.load().none()
+	r.recovers(remoteWay...)
+	for _, h := range under {
+		h.untouched()
+	}
+
+	h := r.held(lent)
+	r.a.Kill()
+	r.must(r.near.Go(t.Context()))
+	h.end()
+	back()
+	r.recovers(lent)
+	h.untouched()
+	r.nothingHeld(time.Second)
+
+	fast = r.slow()
+	under = r.everyUnder()
+	r.must(r.a.Freeze())
+	for _, h := range under {
+		if got := h.end(); got.err != nil || got.Report.Loaded == promptBlocks {
+			t.Errorf("frozen, %v: %+v %v", h.way, got.Report, got.err)
+		}
+	}
+	r.must(r.a.Thaw())
+	fast()
+	r.recovers(remoteWay...)
+	for _, h := range under {
+		h.untouched()
+	}
+	r.nothingHeld(claimLease + dataStall + time.Second)
 }
 
 // recovers waits until handoffs succeed again, which takes as long as the peer's circuit is open.
-func (r *rig) recovers(w way) {
+func (r *rig) recovers(ways ...way) {
 	r.Helper()
-	r.until("handoffs succeed again", 10*time.Second, func() bool { return r.offered(w).load().end().Report.Loaded == promptBlocks })
+	for _, w := range ways {
+		r.until("handoffs succeed again", 10*time.Second, func() bool { return r.offered(w).load().end().Report.Loaded == promptBlocks })
+	}
 	if s, err := r.b.Status(r.Context()); err != nil || len(s.Problems) > 0 {
 		r.Errorf("the decode node has problems: %v %v", s.GetProblems(), err)
 	}
@@ -173,28 +197,25 @@ func (r *rig) recovers(w way) {
 func TestDecodeDaemonKilled(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
+	r.lifetime = time.Minute
 	fast := r.slow()
-	var left []*handoff
-	for _, w := range remoteWay {
-		h := r.under(w)
-		pid, err := r.b.DaemonPid()
-		r.must(err)
-		r.must(syscall.Kill(pid, syscall.SIGKILL))
+	under := r.everyUnder()
+	pid, err := r.b.DaemonPid()
+	r.must(err)
+	r.must(syscall.Kill(pid, syscall.SIGKILL))
+	for _, h := range under {
 		if got := h.answer(3 * time.Second); got.err == nil {
-			t.Errorf("%v: a Load of a dead daemon has succeeded: %+v", w, got.Report)
+			t.Errorf("%v: a Load of a dead daemon has succeeded: %+v", h.way, got.Report)
 		}
 		h.untouched()
-		r.must(r.b.Ready(t.Context()))
-		r.attach(r.far, r.b)
-		h.untouched()
-		left = append(left, h)
 	}
+	r.must(r.b.Ready(t.Context()))
+	r.attach(r.far, r.b)
 	fast()
-	for _, w := range remoteWay {
-		r.recovers(w)
-	}
-	for _, h := range left {
-		h.served(claimLease+time.Second, "not claimed again")
+	r.recovers(remoteWay...)
+	for _, h := range under {
+		h.untouched()
+		h.served(claimLease+dataStall+time.Second, "not claimed again")
 		h.once()
 	}
 	r.nothingHeld(claimLease + time.Second)
@@ -205,27 +226,29 @@ func TestDecodeDaemonFrozen(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
 	fast := r.slow()
-	for _, w := range []way{direct, pulled} {
-		h := r.under(w)
-		pid, err := r.b.DaemonPid()
-		r.must(err)
-		r.must(r.b.Freeze())
-		frozen := time.Now()
+	under := r.everyUnder()
+	pid, err := r.b.DaemonPid()
+	r.must(err)
+	r.must(r.b.Freeze())
+	frozen := time.Now()
+	for i := range under {
+		h := under[len(under)-1-i] // direct first
 		got := h.answer(deadline + 2*time.Second)
-		if took := time.Since(frozen); w == direct && (running(pid) || took > watchdog+time.Second) {
-			t.Errorf("the worker had its memory back after %v, with the daemon still there: %v", took, running(pid))
+		if took := time.Since(frozen); running(pid) || took > watchdog+time.Second {
+			t.Errorf("%v: answered %v after the daemon was frozen, with it still there: %v", h.way, took, running(pid))
 		}
 		if got.err == nil {
-			t.Errorf("%v: a Load of a frozen daemon has succeeded: %+v", w, got.Report)
+			t.Errorf("%v: a Load of a frozen daemon has succeeded: %+v", h.way, got.Report)
 		}
-		r.until("the watchdog kills the daemon", watchdog+time.Second, func() bool { return !running(pid) })
-		r.must(r.b.Ready(t.Context()))
-		r.attach(r.far, r.b)
-		h.untouched()
 	}
+	r.must(r.b.Ready(t.Context()))
+	r.attach(r.far, r.b)
 	fast()
 	r.recovers(direct)
-	r.nothingHeld(claimLease + time.Second)
+	for _, h := range under {
+		h.untouched()
+	}
+	r.nothingHeld(claimLease + dataStall + time.Second)
 }
 
 // A daemon that no watchdog would kill writes into no worker's memory by itself. One that was told to does, and then its worker waits for it as long as it takes.
@@ -264,21 +287,23 @@ func TestLinkFails(t *testing.T) {
 		name       string
 		cut, heals func() error
 	}{{"down", r.net.Down, r.net.Up}, {"dropped", r.net.Drop, r.net.Restore}} {
-		for _, w := range remoteWay {
-			fast := r.slow()
-			h := r.under(w)
-			r.must(f.cut())
+		fast := r.slow()
+		under := r.everyUnder()
+		r.must(f.cut())
+		for _, h := range under {
 			if got := h.answer(4 * time.Second); got.err != nil || got.Report.Loaded == promptBlocks {
-				t.Errorf("%s, %v: %+v %v", f.name, w, got.Report, got.err)
+				t.Errorf("%s, %v: %+v %v", f.name, h.way, got.Report, got.err)
 			}
-			r.offered(w).load().none()
-			r.must(f.heals())
-			fast()
-			r.recovers(w)
+		}
+		r.offered(pooled).load().none()
+		r.must(f.heals())
+		fast()
+		r.recovers(remoteWay...)
+		for _, h := range under {
 			h.untouched()
 		}
 	}
-	r.nothingHeld(claimLease + time.Second)
+	r.nothingHeld(claimLease + dataStall + time.Second)
 }
 
 // The prefill engine uses blocks again that it has offered: they are missing, and never wrong.

@@ -15,7 +15,7 @@ import (
 )
 
 // A prompt of the tests of failures takes a second or more over the link when that is slow: what happens after slowFirst bytes happens in mid-transfer.
-var wide = standin.Shape{Blocks: 256, Planes: 4, PlaneBytes: 32 << 10}
+var wide = standin.Shape{Blocks: 640, Planes: 4, PlaneBytes: 32 << 10}
 
 const (
 	promptBlocks = 80
@@ -45,12 +45,13 @@ type rig struct {
 	a, b               *Node
 	prefill, near, far *Worker
 	prompts            uint64
+	lifetime           time.Duration // of offers that nobody claims
 }
 
 // newRig starts all of it in two network namespaces.
 func newRig(t *testing.T, change ...func(a, b *NodeConfig)) *rig {
 	t.Helper()
-	r := &rig{T: t, net: newNetwork(t)}
+	r := &rig{T: t, net: newNetwork(t), lifetime: 8 * time.Second}
 	a, b := r.config("a", r.net.There, r.net), r.config("b", r.net.Here, nil)
 	b.Supervise = watchdog
 	for _, f := range change {
@@ -136,8 +137,9 @@ type reply struct {
 // prompt computes one that nobody has seen, and stores it where its way is by the pool.
 func (r *rig) prompt(w way) *handoff {
 	r.Helper()
+	place := int(r.prompts%4) * promptBlocks // four of them may be on their way
 	r.prompts++
-	h := &handoff{r: r, way: w, source: numbers(0, promptBlocks), target: numbers(100, promptBlocks), to: r.far, replies: make(chan reply, 1)}
+	h := &handoff{r: r, way: w, source: numbers(place, promptBlocks), target: numbers(4*promptBlocks+place, promptBlocks), to: r.far, replies: make(chan reply, 1)}
 	if w == lent {
 		h.to = r.near
 	}
@@ -164,7 +166,8 @@ func (h *handoff) store(from, to int) {
 // offer offers it, lending its blocks unless it goes by the pool.
 func (h *handoff) offer(change ...func(*standin.OfferRequest)) *handoff {
 	h.r.Helper()
-	q := standin.OfferRequest{RequestID: "p", Hashes: h.hashes, Tokens: promptBlocks * 512, LifetimeMs: 60_000}
+	r := h.r
+	q := standin.OfferRequest{RequestID: "p", Hashes: h.hashes, Tokens: promptBlocks * 512, LifetimeMs: uint32(r.lifetime.Milliseconds())}
 	if h.way != pooled {
 		q.Blocks = h.source
 	}
@@ -172,10 +175,10 @@ func (h *handoff) offer(change ...func(*standin.OfferRequest)) *handoff {
 		f(&q)
 	}
 	var err error
-	h.ticket, err = h.r.prefill.Offer(h.r.Context(), q)
-	h.r.must(err)
+	h.ticket, err = r.prefill.Offer(r.Context(), q)
+	r.must(err)
 	h.id, err = standin.OfferID(h.ticket)
-	h.r.must(err)
+	r.must(err)
 	return h
 }
 
@@ -370,11 +373,20 @@ func held(ctx context.Context, n *Node) string {
 			return fmt.Sprintf("%s: used %d + free %d is not %d", t.Tier, t.UsedBytes, t.FreeBytes, t.CapacityBytes)
 		}
 	}
-	operations := uint32(0)
+	operations, offers := uint32(0), ""
 	err = n.Admin(func(c kvferryv1.AdminClient) error {
 		all, err := c.Workers(ctx, &kvferryv1.WorkersRequest{})
-		for _, w := range all.GetWorkers() {
+		if err != nil {
+			return err
+		}
+		for _, w := range all.Workers {
 			operations += w.Operations
+		}
+		list, err := c.Offers(ctx, &kvferryv1.OffersRequest{})
+		for _, o := range list.GetOffers() {
+			if o.State != "ended" {
+				offers += fmt.Sprintf("\n%s by %s, %q, age %d ms, expires in %d ms", o.State, o.ClaimedBy, o.Path, o.AgeMs, o.ExpiresInMs)
+			}
 		}
 		return err
 	})
@@ -384,8 +396,8 @@ func held(ctx context.Context, n *Node) string {
 	if leased+pinned+filling == 0 && s.Claims+s.OffersOpen+operations+s.TransfersQueued+s.TransfersRunning == 0 {
 		return ""
 	}
-	return fmt.Sprintf("%d leased, %d pinned and %d filling slots, %d claims, %d open offers, %d operations, %d+%d transfers", leased, pinned, filling, s.Claims, s.OffersOpen, operations,
-		s.TransfersQueued, s.TransfersRunning)
+	return fmt.Sprintf("%d leased, %d pinned and %d filling slots, %d claims, %d open offers, %d operations, %d+%d transfers%s", leased, pinned, filling, s.Claims, s.OffersOpen, operations,
+		s.TransfersQueued, s.TransfersRunning, offers)
 }
 
 // running tells whether a process is not dead.
