@@ -121,6 +121,7 @@ type handoff struct {
 	source  []uint32 // prefill's
 	target  []uint32 // of to
 	ticket  []byte
+	request string
 	id      [16]byte
 	to      *Worker
 	begun   time.Time
@@ -196,7 +197,7 @@ func (h *handoff) load() *handoff {
 	}
 	h.begun = time.Now()
 	go func() {
-		q := standin.LoadRequest{RequestID: "d", Blocks: h.target, Hashes: h.hashes, Ticket: h.ticket, Direct: h.way == direct, DeadlineMs: uint32(deadline.Milliseconds())}
+		q := standin.LoadRequest{RequestID: h.request, Blocks: h.target, Hashes: h.hashes, Ticket: h.ticket, Direct: h.way == direct, DeadlineMs: uint32(deadline.Milliseconds())}
 		got, err := h.to.Load(r.Context(), q)
 		h.replies <- reply{got, err, time.Since(h.begun)}
 	}()
