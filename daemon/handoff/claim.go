@@ -266,7 +266,7 @@ func (r *Registry) lend(o *offer, rank, region uint32, shardBytes uint64) *Lent 
 	if r.cfg.Lend == nil {
 		return nil
 	}
-	l, err := r.cfg.Lend(o.owner, o.Instance, rank, region, o.made)
+	l, err := r.cfg.Lend(o.owner, o.Instance, rank, region)
 	if err == nil && l.ShardBytes != shardBytes {
 		l.Release()
 		err = fmt.Errorf("%w: shards of %d bytes, the space has %d", ErrMismatch, l.ShardBytes, shardBytes)

@@ -3,7 +3,6 @@ package handoff
 import (
 	"fmt"
 	"sync/atomic"
-	"time"
 	"unsafe"
 
 	"github.com/kvferry/kvferry"
@@ -23,9 +22,9 @@ type Lent struct {
 	Release    func()
 }
 
-// Lend takes hold of what a rank of an instance lends, with the table of the scheduler session that offers. It fails where either is not there, and where the worker has come since: its memory is
-// not that which the scheduler's table tells of.
-type Lend func(scheduler tiers.Owner, instance string, rank, region uint32, since time.Time) (*Lent, error)
+// Lend takes hold of what a rank of an instance lends, with the table of the scheduler session that offers. It fails where either is not there, and where the rank has had another worker in this
+// scheduler's time.
+type Lend func(scheduler tiers.Owner, instance string, rank, region uint32) (*Lent, error)
 
 // holds tells whether a block still is what it was when the offer was made. Called after a read, it tells that of all of the read.
 func (l *Lent) holds(block uint32, generation uint64) bool {

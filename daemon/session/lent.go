@@ -136,21 +136,22 @@ type lentToken struct {
 }
 
 // Lend is handoff.Lend.
-func (m *Manager) Lend(scheduler tiers.Owner, instance string, rank, regionID uint32, since time.Time) (*handoff.Lent, error) {
+func (m *Manager) Lend(scheduler tiers.Owner, instance string, rank, regionID uint32) (*handoff.Lent, error) {
 	m.mu.Lock()
 	sched := m.sessions[uint64(scheduler)]
 	var worker *Session
+	other := sched != nil && sched.lost[rank]
 	for _, s := range m.sessions {
-		if s.hello.Role == Worker && s.hello.Instance == instance && s.hello.Rank == rank && (worker == nil || s.ID > worker.ID) {
-			worker = s
+		if s.hello.Role == Worker && s.hello.Instance == instance && s.hello.Rank == rank {
+			worker, other = s, other || worker != nil
 		}
 	}
 	m.mu.Unlock()
 	if sched == nil || worker == nil {
 		return nil, fmt.Errorf("lend: %w: the engine of %q, rank %d, is not attached", ErrNotFound, instance, rank)
 	}
-	if worker.attached.After(since) {
-		return nil, fmt.Errorf("lend: %w: rank %d of %q has attached since: the blocks were another one's", ErrState, rank, instance)
+	if other {
+		return nil, fmt.Errorf("lend: %w: rank %d of %q is not the worker that it was: the generations may be those of the other one's memory", ErrState, rank, instance)
 	}
 	table := sched.lentTable()
 	r := worker.region(regionID)

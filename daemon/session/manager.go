@@ -152,6 +152,17 @@ func (m *Manager) remove(s *Session) {
 	defer m.mu.Unlock()
 	delete(m.sessions, s.ID)
 	delete(m.tokens, s.token)
+	if s.hello.Role != Worker {
+		return
+	}
+	for _, o := range m.sessions {
+		if o.hello.Role == Scheduler && o.hello.Instance == s.hello.Instance {
+			if o.lost == nil {
+				o.lost = map[uint32]bool{}
+			}
+			o.lost[s.hello.Rank] = true
+		}
+	}
 }
 
 // takeToken finds the session that a token was given to, once.

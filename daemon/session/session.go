@@ -36,6 +36,8 @@ type Session struct {
 	cancel   context.CancelCauseFunc
 	attached time.Time
 
+	lost map[uint32]bool // of a scheduler: ranks whose workers' sessions have ended in its time; guarded by Manager.mu
+
 	wordsMap *words
 	expiry   *time.Timer
 	wake     chan struct{}

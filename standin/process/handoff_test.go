@@ -36,7 +36,7 @@ func TestPrefillWorkerKilled(t *testing.T) {
 		r.prefill.Kill()
 		r.until("the session is closed", time.Second, func() bool { s, err := r.a.Status(t.Context()); return err == nil && s.Schedulers == 1 })
 		h.load().none()
-		r.prefill = r.worker("prefill", r.a)
+		r.prefill = r.again("prefill", r.a)
 	}
 	r.nothingHeld(time.Second)
 
@@ -45,7 +45,7 @@ func TestPrefillWorkerKilled(t *testing.T) {
 		h := r.offered(w).load().under()
 		r.prefill.Kill()
 		h.end()
-		r.prefill = r.worker("prefill", r.a)
+		r.prefill = r.again("prefill", r.a)
 		h.untouched()
 	}
 	fast()
@@ -97,10 +97,10 @@ func TestDecodeWorkerKilled(t *testing.T) {
 		h.to.Kill()
 		h.lost()
 		if w == lent {
-			r.near = r.worker("near", r.a)
+			r.near = r.again("near", r.a)
 			h.to = r.near
 		} else {
-			r.far = r.worker("far", r.b)
+			r.far = r.again("far", r.b)
 			h.to = r.far
 		}
 		return h

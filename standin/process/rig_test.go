@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"syscall"
 	"testing"
 	"time"
@@ -91,6 +92,21 @@ func (r *rig) worker(name string, n *Node) *Worker {
 	r.Cleanup(w.Kill)
 	r.attach(w, n)
 	return w
+}
+
+// again is a new process in the place of one that was killed, when the daemon has noticed that.
+func (r *rig) again(name string, n *Node) *Worker {
+	r.Helper()
+	r.until("the daemon notices that "+name+" is dead", time.Second, func() bool {
+		gone := false
+		err := n.Admin(func(c kvferryv1.AdminClient) error {
+			all, err := c.Workers(r.Context(), &kvferryv1.WorkersRequest{})
+			gone = !slices.ContainsFunc(all.GetWorkers(), func(w *kvferryv1.Worker) bool { return w.Instance == name })
+			return err
+		})
+		return err == nil && gone
+	})
+	return r.worker(name, n)
 }
 
 func (r *rig) attach(w *Worker, n *Node) {

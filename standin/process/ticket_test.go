@@ -140,7 +140,7 @@ func TestOpenEndedFails(t *testing.T) {
 		if got := h.end(); got.err != nil || got.Report.Loaded != half || time.Since(ended) > 2*time.Second {
 			t.Errorf("%v, prefill killed: %+v %v after %v", w, got.Report, got.err, time.Since(ended))
 		}
-		r.prefill = r.worker("prefill", r.a)
+		r.prefill = r.again("prefill", r.a)
 
 		h = begin(w) // forgotten
 		if got := h.end(); got.Report.Loaded != half {
