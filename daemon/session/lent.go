@@ -270,7 +270,7 @@ func (m *Manager) unlend(s *Session) {
 	m.mu.Unlock()
 	for _, o := range readers {
 		for _, h := range gone {
-			o.send(LentGone{h})
+			o.tell(LentGone{h})
 		}
 	}
 }
@@ -279,7 +279,7 @@ func (m *Manager) unlend(s *Session) {
 func (m *Manager) Served(instance string, rank uint32, offer [16]byte, reason string) {
 	for _, s := range m.All() {
 		if s.hello.Role == Worker && s.hello.Instance == instance && s.hello.Rank == rank {
-			s.send(OfferServed{offer, reason})
+			s.tell(OfferServed{offer, reason})
 		}
 	}
 }

@@ -82,6 +82,7 @@ type Manager struct {
 	last     uint64
 	regions  kvferry.RegionID
 	draining bool
+	within   time.Duration // of draining
 	lendings lendings
 	finds    finds
 }
@@ -208,10 +209,10 @@ func (m *Manager) Space(id kvferry.SpaceID) (kvferry.Space, bool) { return m.spa
 // Drain tells every process that the daemon will stop and refuses new sessions and operations from now on.
 func (m *Manager) Drain(within time.Duration) {
 	m.mu.Lock()
-	m.draining = true
+	m.draining, m.within = true, within
 	m.mu.Unlock()
 	for _, s := range m.All() {
-		s.send(Draining{within})
+		s.tell(Draining{within})
 	}
 }
 
@@ -227,9 +228,15 @@ func (m *Manager) Busy() int {
 }
 
 func (m *Manager) isDraining() bool {
+	_, yes := m.drains()
+	return yes
+}
+
+// drains tells whether and within what time the daemon will stop.
+func (m *Manager) drains() (within time.Duration, yes bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	return m.draining
+	return m.within, m.draining
 }
 
 // CloseAll ends every session and returns when all of it is reclaimed.

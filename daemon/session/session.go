@@ -44,6 +44,7 @@ type Session struct {
 
 	mu         sync.Mutex
 	ready      bool // attached
+	greeted    bool // and told so
 	closing    bool
 	regions    map[uint32]*region
 	spaces     map[kvferry.SpaceID]tiers.SpaceRef // for a scheduler, the value is not used
@@ -189,6 +190,9 @@ func (s *Session) send(e Event) {
 	}
 	over := len(s.events) >= s.m.cfg.Limits.EventsUnread || s.unread > s.m.cfg.Limits.BytesUnread
 	if !over {
+		if _, ok := e.(Attached); ok {
+			s.greeted = true
+		}
 		s.events = append(s.events, e)
 		s.unread += sizeOf(e)
 	}
@@ -200,6 +204,16 @@ func (s *Session) send(e Event) {
 	select {
 	case s.wake <- struct{}{}:
 	default:
+	}
+}
+
+// tell queues an event that the process has not asked for. Before Attached it expects none, and has nothing to lose by not knowing.
+func (s *Session) tell(e Event) {
+	s.mu.Lock()
+	greeted := s.greeted
+	s.mu.Unlock()
+	if greeted {
+		s.send(e)
 	}
 }
 

@@ -29,6 +29,7 @@ type NodeConfig struct {
 	SlabBytes uint64
 	Listen    string   // host of peer and data ports
 	Port      int      // of the Peer service, the next one is the data's; 0: both are chosen by the system
+	Metrics   string   // host:port of /metrics; empty: none
 	Network   *Network // where it is not nil, the node lives in the network's other namespace
 	Extra     string   // more YAML
 	// Supervise runs the daemon under a watchdog, which waits for a sign of life for so long; 0: without one.
@@ -61,8 +62,8 @@ func StartNode(ctx context.Context, c NodeConfig) (*Node, error) {
 	if c.Port > 0 {
 		data = c.Port + 1
 	}
-	config := fmt.Sprintf("node: %s\nsockets: {dir: %s}\npool: {path: %s, size: %d, slab: %d}\npeer: {listen: \"%s:%d\"}\ndata: {listen: \"%s:%d\"}\nmetrics: {listen: \"\"}\n%s",
-		c.Name, c.SocketsDir(), c.PoolPath, c.PoolBytes, c.SlabBytes, c.Listen, c.Port, c.Listen, data, c.Extra)
+	config := fmt.Sprintf("node: %s\nsockets: {dir: %s}\npool: {path: %s, size: %d, slab: %d}\npeer: {listen: \"%s:%d\"}\ndata: {listen: \"%s:%d\"}\nmetrics: {listen: \"%s\"}\n%s",
+		c.Name, c.SocketsDir(), c.PoolPath, c.PoolBytes, c.SlabBytes, c.Listen, c.Port, c.Listen, data, c.Metrics, c.Extra)
 	path := filepath.Join(c.Dir, "kvferryd.yaml")
 	if err := os.WriteFile(path, []byte(config), 0o644); err != nil {
 		return nil, fmt.Errorf("start node %s: %w", c.Name, err)
