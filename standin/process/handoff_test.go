@@ -283,6 +283,7 @@ func TestFrozenWithoutAWatchdog(t *testing.T) {
 func TestLinkFails(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
+	r.slow()()
 	for _, f := range []struct {
 		name       string
 		cut, heals func() error

@@ -3,6 +3,7 @@ package process
 import (
 	"context"
 	"fmt"
+	"net"
 	"os"
 	"path/filepath"
 	"slices"
@@ -42,18 +43,26 @@ func (w way) String() string { return [...]string{"pooled", "pulled", "direct", 
 // rig is two nodes with a link between them: a with prefill and a decode worker beside it, b with the decode worker.
 type rig struct {
 	*testing.T
-	net                *Network
+	net                *Network // nil: both are on the loopback, and nothing can happen to their link
 	a, b               *Node
 	prefill, near, far *Worker
 	prompts            uint64
 	lifetime           time.Duration // of offers that nobody claims
 }
 
-// newRig starts all of it in two network namespaces.
+// newRig starts all of it in two network namespaces. Where none can be made, it is on the loopback, and what needs a link of its own is skipped.
 func newRig(t *testing.T, change ...func(a, b *NodeConfig)) *rig {
 	t.Helper()
-	r := &rig{T: t, net: newNetwork(t), lifetime: 8 * time.Second}
-	a, b := r.config("a", r.net.There, r.net), r.config("b", r.net.Here, nil)
+	r := &rig{T: t, lifetime: 8 * time.Second}
+	here, there := "127.0.0.1", "127.0.0.1"
+	var err error
+	if r.net, err = network(t); err == nil {
+		here, there = r.net.Here, r.net.There
+	} else {
+		t.Logf("on the loopback: %v", err)
+	}
+	a, b := r.config("a", there, r.net), r.config("b", here, nil)
+	a.Port, b.Port = freePorts(t, there, r.net != nil), freePorts(t, here, r.net != nil)
 	b.Supervise = watchdog
 	for _, f := range change {
 		f(&a, &b)
@@ -63,12 +72,39 @@ func newRig(t *testing.T, change ...func(a, b *NodeConfig)) *rig {
 	return r
 }
 
+// freePorts are three in a row; in networks of their own, nobody else has them.
+func freePorts(t *testing.T, host string, own bool) int {
+	for own {
+		return port
+	}
+	for range 100 {
+		l, err := net.Listen("tcp", host+":0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		at := l.Addr().(*net.TCPAddr).Port
+		free := at < 65000
+		for i := 1; i < 3 && free; i++ {
+			next, err := net.Listen("tcp", fmt.Sprintf("%s:%d", host, at+i))
+			if free = err == nil; free {
+				_ = next.Close()
+			}
+		}
+		_ = l.Close()
+		if free {
+			return at
+		}
+	}
+	t.Fatal("no three ports in a row are free")
+	return 0
+}
+
 func (r *rig) config(name, host string, network *Network) NodeConfig {
 	r.Helper()
 	shm, err := os.MkdirTemp("/dev/shm", "kvferry-process-test-")
 	r.must(err)
 	r.Cleanup(func() { _ = os.RemoveAll(shm) })
-	return NodeConfig{Daemon: daemonPath, Name: name, Dir: r.TempDir(), PoolPath: filepath.Join(shm, "pool"), PoolBytes: 74 << 20, SlabBytes: 8 << 20, Listen: host, Port: port, Network: network,
+	return NodeConfig{Daemon: daemonPath, Name: name, Dir: r.TempDir(), PoolPath: filepath.Join(shm, "pool"), PoolBytes: 74 << 20, SlabBytes: 8 << 20, Listen: host, Network: network,
 		Extra: "log: {level: debug}\n"}
 }
 
@@ -124,6 +160,9 @@ func (r *rig) must(err error) {
 // slow makes the link slow until the function that it returns is called, or the test ends.
 func (r *rig) slow() (fast func()) {
 	r.Helper()
+	if r.net == nil {
+		r.Skip("the rest needs a link of its own, which root can make")
+	}
 	r.must(r.net.Slow(slowRate))
 	return func() { r.Helper(); r.must(r.net.Fast()) }
 }

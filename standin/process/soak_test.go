@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"maps"
 	"math/rand/v2"
-	"net"
 	"slices"
 	"strings"
 	"sync"
@@ -117,18 +116,17 @@ func TestSoak(t *testing.T) {
 func newSoak(t *testing.T) *soak {
 	s := &soak{rig: &rig{T: t}, counts: map[string]int{}}
 	hosts, ports := [2]string{"127.0.0.1", "127.0.0.1"}, [2]int{}
-	network, err := NewNetwork()
+	n, err := network(t)
 	if err != nil {
 		t.Logf("on the loopback: %v", err)
 	} else {
-		t.Cleanup(func() { _ = network.Close() })
-		hosts = [2]string{network.There, network.Here}
+		hosts = [2]string{n.There, n.Here}
 	}
 	for i, name := range []string{"a", "b"} {
-		ports[i] = freePorts(t, hosts[i], network != nil)
+		ports[i] = freePorts(t, hosts[i], n != nil)
 		c := s.config(name, hosts[i], nil)
 		if i == 0 {
-			c.Network = network
+			c.Network = n
 		}
 		c.Port, c.Metrics, c.Supervise = ports[i], fmt.Sprintf("%s:%d", hosts[i], ports[i]+2), watchdog
 		s.nodes[i] = &soakNode{Node: s.node(c)}
@@ -145,33 +143,6 @@ func newSoak(t *testing.T) *soak {
 		}
 	}
 	return s
-}
-
-// freePorts are three in a row; in networks of their own, nobody else has them.
-func freePorts(t *testing.T, host string, own bool) int {
-	for own {
-		return port
-	}
-	for range 100 {
-		l, err := net.Listen("tcp", host+":0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		at := l.Addr().(*net.TCPAddr).Port
-		free := at < 65000
-		for i := 1; i < 3 && free; i++ {
-			next, err := net.Listen("tcp", fmt.Sprintf("%s:%d", host, at+i))
-			if free = err == nil; free {
-				_ = next.Close()
-			}
-		}
-		_ = l.Close()
-		if free {
-			return at
-		}
-	}
-	t.Fatal("no three ports in a row are free")
-	return 0
 }
 
 // killer kills a worker about every second, and a daemon now and then: that of node b all the time, that of node a only in the first fifth, so that what it takes can be compared afterwards.

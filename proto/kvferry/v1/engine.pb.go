@@ -2477,11 +2477,11 @@ func (x *EndOffer) GetReason() string {
 	return ""
 }
 
-// OfferServed tells a worker that nobody reads its blocks for this offer any more: its rank was served, or the offer has ended. Once for each offer with block_ids and rank.
+// OfferServed tells a worker that nobody reads its blocks for this offer any more: its rank was served, or the offer has ended, or was refused. Once for each offer with block_ids and rank.
 type OfferServed struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	OfferId       []byte                 `protobuf:"bytes,1,opt,name=offer_id,json=offerId,proto3" json:"offer_id,omitempty"`
-	Reason        string                 `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"` // "done", "expired", ...
+	Reason        string                 `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"` // "done", "expired", "not claimed again", ...
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
