@@ -169,7 +169,10 @@ func (r *Registry) Complete(owner tiers.Owner, id [16]byte, blocks LentBlocks) e
 		return fmt.Errorf("%w: complete_offer.block_ids: %d for an offer of %d blocks", ErrMismatch, len(blocks.IDs), o.blocks)
 	}
 	now := time.Now()
-	o.OpenEnded, o.Blocks, o.comes, o.until = false, blocks, now.Add(r.cfg.Limits.StoreWait), now.Add(o.Lifetime)
+	o.OpenEnded, o.Blocks, o.comes = false, blocks, now.Add(r.cfg.Limits.StoreWait)
+	if !o.dropped {
+		o.until = now.Add(o.Lifetime)
+	}
 	o.lent = blocks.IDs != nil
 	for rank := range o.ranks { // served before there was anything to keep
 		r.doneLocked(o, rank)

@@ -78,6 +78,7 @@ func StartNode(ctx context.Context, c NodeConfig) (*Node, error) {
 		args = append(args, "--supervise", "--watchdog-timeout", c.Supervise.String())
 	}
 	n := &Node{NodeConfig: c, cmd: exec.Command(c.Daemon, args...), dead: make(chan struct{})}
+	n.cmd.Env = append(os.Environ(), "TMPDIR="+c.Dir) // a watchdog that is killed leaves its socket there
 	n.cmd.Stdout, n.cmd.Stderr = log, log
 	n.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	netns := ""

@@ -50,7 +50,7 @@ type left struct {
 func (s *soak) stream(k int) {
 	random := rand.New(rand.NewPCG(*soakSeed, uint64(k)))
 	var last *left
-	for s.stop.Err() == nil {
+	for s.stop.Err() == nil && !s.Failed() {
 		p, d := s.prefill[random.IntN(len(s.prefill))], s.decode[k%len(s.decode)]
 		pw, pl := p.alive(s.stop)
 		dw, dl := d.alive(s.stop)
@@ -182,7 +182,7 @@ func (r *request) happen(ctx context.Context, served func(blocks bool)) error {
 	case "twice":
 		r.load(r.d, numbers(r.place+soakBlocks, len(r.hashes)))
 	case "stolen": // the ticket comes to somebody else too: one of them is refused, but for what is in its pool
-		w, _ := r.s.decode[r.random.IntN(len(r.s.decode))].alive(ctx)
+		w, _ := r.s.decode[r.random.IntN(len(r.s.decode))].alive(r.s.stop)
 		if w != nil && w != r.d {
 			r.steal(ctx, w)
 		}

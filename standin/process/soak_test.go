@@ -149,6 +149,8 @@ func newSoak(t *testing.T) *soak {
 func (s *soak) killer() {
 	random := rand.New(rand.NewPCG(*soakSeed, 1<<32))
 	begun := time.Now()
+	pause := min(65*time.Second, *soakFor/6) // of daemons: the watchdog is in no hurry with one that dies again and again
+	next := begun.Add(pause)
 	calm := time.After(*soakFor - min(*soakFor/3, claimLease)) // then what was left alone ends in peace
 	for {
 		select {
@@ -158,16 +160,17 @@ func (s *soak) killer() {
 			return
 		case <-time.After(time.Duration(300+random.IntN(1200)) * time.Millisecond):
 		}
-		if random.IntN(8) > 0 {
+		if time.Now().Before(next) {
 			all := append(slices.Clone(s.prefill), s.decode...)
 			s.killWorker(all[random.IntN(len(all))])
 			continue
 		}
 		n := s.nodes[1]
-		if time.Since(begun) < *soakFor/5 && random.IntN(2) == 0 {
+		if time.Since(begun) < *soakFor/5 {
 			n = s.nodes[0]
 		}
 		s.killDaemon(n, random.IntN(2) == 0)
+		next = time.Now().Add(pause)
 	}
 }
 
