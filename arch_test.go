@@ -28,7 +28,7 @@ var allowed = map[string][]string{
 	"daemon/health":           {},
 	"daemon/watchdog":         {},
 	"daemon/mover":            {"", "transport"},
-	"daemon/handoff":          {"", "tiers", "transport", "transport/tcp", "daemon/counters", "daemon/health", "daemon/mover"},
+	"daemon/handoff":          {"", "csrc/copyshim", "tiers", "transport", "transport/tcp", "daemon/counters", "daemon/health", "daemon/mover"},
 	"daemon/session":          {"", "csrc/copyshim", "gpu", "tiers", "transport", "daemon/counters", "daemon/handoff", "daemon/mover"},
 	"daemon/rpc":              {"*"},
 	"daemon/sim":              {"*"},

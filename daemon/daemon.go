@@ -153,8 +153,8 @@ func (d *Daemon) makeParts() {
 	d.registry = handoff.NewRegistry(handoff.Config{
 		Epoch: d.epoch, Ledger: d.ledger, Pool: memory, DataAddress: d.dataAddress, Limits: handoff.DefaultLimits, Counters: &d.counters, Log: component("offers"),
 		Owners: func() tiers.Owner { return tiers.Owner(d.owners.Add(1)) },
-		Lend: func(scheduler tiers.Owner, instance string, rank, region uint32) (*handoff.Lent, error) {
-			return d.sessions.Lend(scheduler, instance, rank, region)
+		Lend: func(scheduler tiers.Owner, instance string, rank, region uint32, offered time.Time) (*handoff.Lent, error) {
+			return d.sessions.Lend(scheduler, instance, rank, region, offered)
 		},
 		Served: func(instance string, rank uint32, offer [16]byte, reason string) {
 			d.sessions.Served(instance, rank, offer, reason)

@@ -3,6 +3,8 @@ package tiers
 import (
 	"container/heap"
 	"fmt"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/kvferry/kvferry"
@@ -215,7 +217,7 @@ func (l *Ledger) ReleaseOwner(owner Owner) int {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	n := 0
-	for id := range l.holds.byOwner[owner] {
+	for _, id := range slices.Sorted(maps.Keys(l.holds.byOwner[owner])) { // in their order: which slots are used next does not hang on chance
 		l.removeHoldLocked(l.holds.byID[id])
 		n++
 	}

@@ -231,7 +231,7 @@ func (r *Registry) await(ctx context.Context, q ClaimRequest, o *offer, at []int
 		v.blocks = o.Blocks // none once it has ended
 		r.unlock()
 		if !tried && v.blocks.IDs != nil && q.ReadsLent {
-			v.lent, tried = r.lend(o, q.Rank, v.blocks.Region, shardBytes), true
+			v.lent, tried = r.lend(o, q.Rank, v.blocks, shardBytes), true
 		}
 		v.late = ended || (!comes.IsZero() && !comes.After(time.Now()))
 		var filled <-chan struct{}
@@ -262,11 +262,11 @@ func (r *Registry) await(ctx context.Context, q ClaimRequest, o *offer, at []int
 }
 
 // lend takes hold of a rank's memory for a claim; nil where it is not there.
-func (r *Registry) lend(o *offer, rank, region uint32, shardBytes uint64) *Lent {
+func (r *Registry) lend(o *offer, rank uint32, blocks LentBlocks, shardBytes uint64) *Lent {
 	if r.cfg.Lend == nil {
 		return nil
 	}
-	l, err := r.cfg.Lend(o.owner, o.Instance, rank, region)
+	l, err := r.cfg.Lend(o.owner, o.Instance, rank, blocks.Region, blocks.Offered)
 	if err == nil && l.ShardBytes != shardBytes {
 		l.Release()
 		err = fmt.Errorf("%w: shards of %d bytes, the space has %d", ErrMismatch, l.ShardBytes, shardBytes)
@@ -389,7 +389,8 @@ func (r *Registry) EndClaim(key [16]byte, reason string) {
 	}
 }
 
-// endClaimLocked takes a claim out of the tables. Its pins go when no answer reads them any more.
+// endClaimLocked takes a claim out of the tables, and the offer with it when all ranks have been served: the claim that ends last may be one that failed. Its pins go when no answer
+// reads them any more.
 func (r *Registry) endClaimLocked(c *claim, reason string) {
 	delete(r.claims, c.key)
 	delete(r.byClaim, c.id)

@@ -3,7 +3,6 @@ package handoff
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"sync"
@@ -144,11 +143,8 @@ const partBytes = 8 << 20
 // claimWait is how long a peer may wait for stores that are still running, at a time.
 const claimWait = 3 * time.Second
 
-// answerWait is what a claim needs at least to be worth while.
-const answerWait = 50 * time.Millisecond
-
-// errPending is what a fetch ends with when its time was over before all blocks had come to the peer. That has answered.
-var errPending = errors.New("handoff: blocks were still to come")
+// answerTime is what is left of a fetch's time for the answer to a claim that has waited: a peer that has nothing yet is not one that cannot be reached.
+const answerTime = 100 * time.Millisecond
 
 // transferWait is how long an offer whose id the router chose may be unknown to the node that the router named.
 const transferWait = 10 * time.Second
@@ -254,9 +250,8 @@ func (t Ticket) address(rank uint32) string {
 
 func (f *Fetcher) claimRequest(ctx context.Context, q FetchRequest, hashes []byte) ClaimRequest {
 	wait := claimWait
-	if until, ok := ctx.Deadline(); ok { // the answer has to come in time too: else it looks as if the peer had none
-		left := time.Until(until)
-		wait = min(wait, left-left/8)
+	if until, ok := ctx.Deadline(); ok {
+		wait = min(wait, time.Until(until)-answerTime)
 	}
 	return ClaimRequest{
 		Epoch: q.Ticket.Epoch, OfferID: q.Ticket.OfferID, Secret: q.Ticket.Secret, Instance: q.Instance, Rank: q.Rank, TP: q.TP, ClaimID: q.ClaimID,
@@ -334,6 +329,12 @@ func indexes(n int) []int {
 		out[i] = i
 	}
 	return out
+}
+
+// late tells that there is no time for another claim.
+func late(ctx context.Context) bool {
+	until, ok := ctx.Deadline()
+	return ok && time.Until(until) <= answerTime
 }
 
 // patient tells whether to ask again for what is pending.

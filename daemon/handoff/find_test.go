@@ -12,13 +12,13 @@ import (
 	"github.com/kvferry/kvferry/transport"
 )
 
-// late is a peer whose answers come later than an engine waits for them.
-type late struct {
+// slowLookups is a peer whose answers come later than an engine waits for them.
+type slowLookups struct {
 	Control
 	asked int
 }
 
-func (l *late) Fetch(ctx context.Context, _ string, _ FindRequest) (FindAnswer, error) {
+func (l *slowLookups) Fetch(ctx context.Context, _ string, _ FindRequest) (FindAnswer, error) {
 	l.asked++
 	<-ctx.Done()
 	return FindAnswer{}, fmt.Errorf("%w: %v", transport.ErrLink, ctx.Err())
@@ -26,7 +26,7 @@ func (l *late) Fetch(ctx context.Context, _ string, _ FindRequest) (FindAnswer, 
 
 // A look-up has little time: that it fails says nothing of the way for transfers. But nobody asks again and again.
 func TestLateLookups(t *testing.T) {
-	l := &late{}
+	l := &slowLookups{}
 	f := NewFetcher(FetcherConfig{Control: l, Counters: new(counters.Set), Log: slog.New(slog.DiscardHandler), Peers: 4,
 		Resolve: func(_ context.Context, address string) (string, error) { return address, nil }})
 	defer f.Close()

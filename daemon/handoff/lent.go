@@ -3,6 +3,7 @@ package handoff
 import (
 	"fmt"
 	"sync/atomic"
+	"time"
 	"unsafe"
 
 	"github.com/kvferry/kvferry"
@@ -22,9 +23,9 @@ type Lent struct {
 	Release    func()
 }
 
-// Lend takes hold of what a rank of an instance lends, with the table of the scheduler session that offers. It fails where either is not there, and where the rank has had another worker in this
-// scheduler's time.
-type Lend func(scheduler tiers.Owner, instance string, rank, region uint32) (*Lent, error)
+// Lend takes hold of what a rank of an instance lends, with the table of the scheduler session that offers. It fails where either is not there, and where the worker has come after the blocks were
+// offered, or in the place of another one in this scheduler's time: then its memory is another.
+type Lend func(scheduler tiers.Owner, instance string, rank, region uint32, offered time.Time) (*Lent, error)
 
 // holds tells whether a block still is what it was when the offer was made. Called after a read, it tells that of all of the read.
 func (l *Lent) holds(block uint32, generation uint64) bool {

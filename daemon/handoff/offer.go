@@ -79,7 +79,8 @@ type Offer struct {
 // LentBlocks are the engine's blocks that hold an offer's KV, one a hash, and the generations that they had when it was made. They are the same on every rank.
 type LentBlocks struct {
 	Region      uint32
-	IDs         []uint32 // nil: nothing is lent
+	Offered     time.Time // set by the registry
+	IDs         []uint32  // nil: nothing is lent
 	Generations []uint64
 }
 

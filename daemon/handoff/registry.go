@@ -120,6 +120,7 @@ func (r *Registry) register(owner tiers.Owner, o Offer, claimer string) error {
 	n := len(o.Hashes) / kvferry.HashSize
 	e := &offer{Offer: o, owner: owner, made: now, until: now.Add(o.Lifetime), comes: now.Add(r.cfg.Limits.StoreWait), blocks: n, router: o.OpenEnded, claimer: claimer, lent: o.Blocks.IDs != nil,
 		ranks: map[uint32]bool{}, told: map[uint32]bool{}, reading: map[uint32]int{}, changed: make(chan struct{})}
+	e.Blocks.Offered = now
 	if o.OpenEnded {
 		e.comes, e.until = time.Time{}, now.Add(r.cfg.Limits.OpenEnded)
 	}
@@ -169,6 +170,7 @@ func (r *Registry) Complete(owner tiers.Owner, id [16]byte, blocks LentBlocks) e
 		return fmt.Errorf("%w: complete_offer.block_ids: %d for an offer of %d blocks", ErrMismatch, len(blocks.IDs), o.blocks)
 	}
 	now := time.Now()
+	blocks.Offered = now
 	o.OpenEnded, o.Blocks, o.comes = false, blocks, now.Add(r.cfg.Limits.StoreWait)
 	if !o.dropped {
 		o.until = now.Add(o.Lifetime)

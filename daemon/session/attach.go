@@ -159,6 +159,7 @@ func (s *Session) attach(cred Credentials, entries []uint32, fds []*os.File) err
 func closeRegions(rs map[uint32]*region) {
 	for _, r := range rs {
 		r.lent.close()
+		r.target.close()
 	}
 }
 

@@ -170,7 +170,7 @@ func (m *Manager) receiveDescriptors(c *net.UnixConn) (Descriptors, error) {
 		return Descriptors{}, err
 	}
 	if len(r.entries) == 0 {
-		return m.lentDescriptors(r.token, cred)
+		return m.LentDescriptors(r.token, cred)
 	}
 	return m.Attach(r.token, cred, r.entries, fds)
 }

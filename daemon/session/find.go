@@ -99,6 +99,7 @@ func (s *Session) findMore(ctx context.Context, r Match, shape tiers.SpaceShape,
 		blocks[hashAt(rest, i)] = true
 	}
 	s.m.addFind(findKey{s.hello.Instance, r.RequestID, r.Space}, find{ticket, blocks, time.Now().Add(lease)})
+	s.m.cfg.Counters.Add("match_blocks", "peer", d.Blocks)
 	out.Blocks += d.Blocks
 	out.Peer = d.Blocks
 }

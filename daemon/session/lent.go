@@ -136,7 +136,7 @@ type lentToken struct {
 }
 
 // Lend is handoff.Lend.
-func (m *Manager) Lend(scheduler tiers.Owner, instance string, rank, regionID uint32) (*handoff.Lent, error) {
+func (m *Manager) Lend(scheduler tiers.Owner, instance string, rank, regionID uint32, offered time.Time) (*handoff.Lent, error) {
 	m.mu.Lock()
 	sched := m.sessions[uint64(scheduler)]
 	var worker *Session
@@ -152,6 +152,9 @@ func (m *Manager) Lend(scheduler tiers.Owner, instance string, rank, regionID ui
 	}
 	if other {
 		return nil, fmt.Errorf("lend: %w: rank %d of %q is not the worker that it was: the generations may be those of the other one's memory", ErrState, rank, instance)
+	}
+	if worker.attached.After(offered) {
+		return nil, fmt.Errorf("lend: %w: rank %d of %q has attached after the offer", ErrState, rank, instance)
 	}
 	table := sched.lentTable()
 	r := worker.region(regionID)
@@ -232,8 +235,8 @@ func (m *Manager) lentView(s *Session, mem *handoff.Lent) (*LentView, error) {
 	return nil, fmt.Errorf("lent memory %d: %w", mem.Handle, ErrNotFound)
 }
 
-// lentDescriptors are those of lent memory and its table.
-func (m *Manager) lentDescriptors(token [16]byte, cred Credentials) (d Descriptors, err error) {
+// LentDescriptors are those of lent memory and its table, for the process that got the token.
+func (m *Manager) LentDescriptors(token [16]byte, cred Credentials) (d Descriptors, err error) {
 	m.mu.Lock()
 	t, ok := m.lendings.tokens[token]
 	delete(m.lendings.tokens, token)

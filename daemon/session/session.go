@@ -1,11 +1,13 @@
 package session
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
+	"slices"
 	"sync"
 	"time"
 
@@ -291,6 +293,8 @@ func (s *Session) Close(reason error) {
 		running = append(running, o)
 	}
 	s.mu.Unlock()
+	// The newest first: what waits for its turn is not to get it from one that was ended before it.
+	slices.SortFunc(running, func(x, y *operation) int { return cmp.Compare(y.number, x.number) })
 	s.m.remove(s)
 	s.m.unlend(s)
 	if s.expiry != nil {
@@ -342,6 +346,7 @@ func (s *Session) reclaim() {
 		}
 	}
 	s.spaces, s.retired = nil, nil
+	s.wordsMap.allQuiet()
 	s.wordsMap.close()
 }
 

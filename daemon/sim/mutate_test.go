@@ -1,0 +1,67 @@
+package sim
+
+import (
+	"context"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/kvferry/kvferry/daemon/handoff"
+)
+
+// mutation takes out one of the rules that keep wrong bytes away, to see that the simulation misses it.
+type mutation string
+
+const (
+	intact        mutation = ""
+	noGenerations mutation = "a worker does not compare generations"
+	noRevoke      mutation = "an engine uses blocks again without revoking"
+	notQuiet      mutation = "memory is given back at the deadline, quiet or not"
+	noClaimID     mutation = "a repeated claim is a new one"
+	noChecksum    mutation = "the checksum is that of what was sent, not of what came"
+)
+
+// mutatedSeeds are the seeds of which one must fail.
+const mutatedSeeds = 50
+
+// TestMutations proves that the simulation bites.
+func TestMutations(t *testing.T) {
+	for _, m := range []mutation{noGenerations, noRevoke, notQuiet, noClaimID, noChecksum} {
+		t.Run(string(m), func(t *testing.T) {
+			for n := uint64(1); n <= mutatedSeeds; n++ {
+				if _, err := run(t, n, m, counts{}); err != nil {
+					t.Log(err)
+					return
+				}
+			}
+			t.Errorf("%d seeds did not notice it", mutatedSeeds)
+		})
+	}
+}
+
+// control is the way to peers.
+func (m mutation) control(c *control) handoff.Control {
+	if m == noClaimID {
+		return &newClaims{c}
+	}
+	return c
+}
+
+// newClaims has every request that arrives claim under a number of its own.
+type newClaims struct{ *control }
+
+// Claim is handoff.Control.
+func (c *newClaims) Claim(ctx context.Context, address string, q handoff.ClaimRequest) (handoff.ClaimAnswer, error) {
+	return call(ctx, c.d, address, "claim "+c.d.node.w.book.nameOf(q).String(), func(ctx context.Context, to *daemon) (handoff.ClaimAnswer, error) {
+		another := q
+		another.ClaimID = rand.Uint64()
+		return to.claim(ctx, another, q)
+	})
+}
+
+// checksum is what a copier says it has computed.
+func (m mutation) checksum(came, sent []byte) uint32 {
+	if m == noChecksum && sent != nil {
+		return crcOf(sent)
+	}
+	return crcOf(came)
+}

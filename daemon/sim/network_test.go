@@ -1,0 +1,324 @@
+package sim
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"time"
+
+	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/daemon/handoff"
+	"github.com/kvferry/kvferry/transport"
+)
+
+// network carries what the daemons say to each other: late, twice, or not at all.
+type network struct {
+	w *world
+
+	mu      sync.Mutex
+	weather weather
+	cut     [2][2]time.Time // until when nothing gets from one node to the other
+	copies  int             // that are running
+}
+
+// weather is how bad a seed's network is: so many of a thousand.
+type weather struct {
+	lost, resets, twice, slow, flips, breaks, hangs int
+	pace                                            int // of the data, in pieces' delays
+}
+
+func newNetwork(w *world) *network {
+	n := &network{w: w}
+	if bad := w.r.IntN(4); bad > 0 { // else only what the steps do to it
+		n.weather = weather{lost: 12 * bad, resets: 8 * bad, twice: 60 * bad, slow: 8 * bad, flips: 4 * bad, breaks: 6 * bad, hangs: 2 * bad}
+	}
+	n.weather.pace = 1 + w.r.IntN(16)
+	return n
+}
+
+// partition cuts one way or both for a while.
+func (n *network) partition(r *rand.Rand) {
+	until := time.Now().Add(time.Duration(r.Int64N(int64(2500 * time.Millisecond))))
+	way := r.IntN(3)
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if way != 0 {
+		n.cut[0][1] = until
+	}
+	if way != 1 {
+		n.cut[1][0] = until
+	}
+	n.w.saw("partitions", 1)
+}
+
+// heal ends all that is bad.
+func (n *network) heal() {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.weather, n.cut = weather{pace: 1}, [2][2]time.Time{}
+}
+
+// count counts a copy that begins or ends.
+func (n *network) count(by int) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.copies += by
+}
+
+// busy tells whether data is on its way.
+func (n *network) busy() bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.copies > 0
+}
+
+// passes tells whether something gets from one node to another.
+func (n *network) passes(from, to *node) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return !n.cut[from.index][to.index].After(time.Now())
+}
+
+// fate is what becomes of one request.
+type fate struct {
+	there, back, again      time.Duration
+	lost, unanswered, reset bool
+	twice                   bool
+}
+
+func (n *network) fate(r *rand.Rand) fate {
+	n.mu.Lock()
+	b := n.weather
+	n.mu.Unlock()
+	f := fate{there: n.delay(r), back: n.delay(r), again: n.delay(r) + time.Duration(r.Int64N(int64(time.Second)))}
+	f.lost, f.unanswered, f.reset, f.twice = chance(r, b.lost), chance(r, b.lost), chance(r, 500), chance(r, b.twice)
+	if chance(r, b.resets) {
+		f.lost, f.reset = true, true
+	}
+	return f
+}
+
+// chance is true in so many of a thousand.
+func chance(r *rand.Rand, ofThousand int) bool { return r.IntN(1000) < ofThousand }
+
+// delay is to the nanosecond, so that no two things happen at once.
+func (n *network) delay(r *rand.Rand) time.Duration {
+	n.mu.Lock()
+	slow := n.weather.slow
+	n.mu.Unlock()
+	d := 50*time.Microsecond + time.Duration(r.Int64N(int64(2*time.Millisecond)))
+	if chance(r, slow) {
+		d += time.Duration(r.Int64N(int64(700 * time.Millisecond)))
+	}
+	return d
+}
+
+// resetAfter is when a connection that is not acknowledged is given up (TCP_USER_TIMEOUT).
+const resetAfter = time.Second
+
+type answer[A any] struct {
+	a   A
+	err error
+}
+
+// call carries a request to another daemon and its answer back. execute runs there, once, twice or never. It returns with ctx at the latest, unless the caller is frozen.
+func call[A any](ctx context.Context, from *daemon, address, event string, execute func(ctx context.Context, to *daemon) (A, error)) (A, error) {
+	w := from.node.w
+	n, f := w.net, w.net.fate(w.roll(event))
+	to := w.nodeAt(address)
+	answers := make(chan answer[A], 3)
+	go n.carry(ctx, from, to, f.there, f, func(ctx context.Context, d *daemon) {
+		a, err := execute(ctx, d)
+		if err := n.answer(d, from.node, f); err != nil {
+			if f.reset {
+				answers <- answer[A]{err: err}
+			}
+			return
+		}
+		answers <- answer[A]{a, err}
+	}, func(err error) { answers <- answer[A]{err: err} })
+	if f.twice {
+		w.saw("requests twice", 1)
+		late := f
+		late.lost = false
+		// What is repeated has lost its caller: nobody cancels it.
+		go n.carry(context.WithoutCancel(ctx), from, to, f.there+f.again, late, func(ctx context.Context, d *daemon) {
+			a, err := execute(ctx, d)
+			if n.answer(d, from.node, f) == nil {
+				answers <- answer[A]{a, err} // where the first was lost, this is the one that counts
+			}
+		}, func(error) {})
+	}
+	var out answer[A]
+	select {
+	case out = <-answers:
+	case <-ctx.Done():
+		out.err = context.Cause(ctx)
+		if errors.Is(out.err, context.DeadlineExceeded) { // as rpc translates it
+			out.err = fmt.Errorf("%w: %v", transport.ErrLink, out.err)
+		}
+	case <-from.ctx.Done():
+	}
+	if !from.awake() {
+		out.err = errDead
+	}
+	return out.a, out.err
+}
+
+// carry brings a request to where it is executed, after some time.
+func (n *network) carry(ctx context.Context, from *daemon, to *node, after time.Duration, f fate, execute func(ctx context.Context, d *daemon), fail func(error)) {
+	time.Sleep(after)
+	if f.lost || !n.passes(from.node, to) {
+		n.w.saw("requests lost", 1)
+		if f.reset {
+			time.Sleep(resetAfter)
+			fail(fmt.Errorf("%w: request lost", transport.ErrLink))
+		}
+		return
+	}
+	d := to.now()
+	if d == nil || !d.awake() {
+		fail(fmt.Errorf("%w: connection refused or reset", transport.ErrLink))
+		return
+	}
+	there, cancel := context.WithCancel(d.ctx)
+	defer cancel()
+	stop := context.AfterFunc(ctx, func() { // the caller hangs up, and the callee hears of it
+		if n.passes(from.node, to) {
+			cancel()
+		}
+	})
+	defer stop()
+	execute(there, d)
+}
+
+// answer lets an answer's time pass, and says why it does not come.
+func (n *network) answer(d *daemon, to *node, f fate) error {
+	if !d.awake() {
+		return errDead
+	}
+	time.Sleep(f.back)
+	if f.unanswered || !n.passes(d.node, to) {
+		n.w.saw("answers lost", 1)
+		time.Sleep(resetAfter)
+		return fmt.Errorf("%w: answer lost", transport.ErrLink)
+	}
+	if d.ctx.Err() != nil {
+		return errDead
+	}
+	return nil
+}
+
+// control is handoff.Control over the simulated network.
+type control struct{ d *daemon }
+
+// Claim is handoff.Control.
+func (c *control) Claim(ctx context.Context, address string, q handoff.ClaimRequest) (handoff.ClaimAnswer, error) {
+	ctx, cancel := context.WithTimeout(ctx, q.Wait+time.Second)
+	defer cancel()
+	return call(ctx, c.d, address, "claim "+c.d.node.w.book.nameOf(q).String(), func(ctx context.Context, to *daemon) (handoff.ClaimAnswer, error) {
+		ctx, cancel := context.WithTimeout(ctx, q.Wait+time.Second)
+		defer cancel()
+		return to.claim(ctx, q, q)
+	})
+}
+
+// claim has the registry answer a claim, and checks the answer. meant is the claim as its caller knows it.
+func (d *daemon) claim(ctx context.Context, q, meant handoff.ClaimRequest) (handoff.ClaimAnswer, error) {
+	w := d.node.w
+	a, err := d.registry.Claim(ctx, q)
+	switch {
+	case err == nil && a.Key == [16]byte{}: // not heard of yet
+		w.saw("claims before the offer", 1)
+	case err == nil && d.ctx.Err() == nil:
+		again, err := w.book.claimed(d, meant, a)
+		if err != nil {
+			w.breaks("%s: %v", d.node.name, err)
+		}
+		if again {
+			w.saw("claims twice", 1)
+		}
+	case errors.Is(err, handoff.ErrTaken):
+		w.saw("refused: another instance", 1)
+	case errors.Is(err, handoff.ErrSecret):
+		w.saw("refused: secret", 1)
+	case errors.Is(err, handoff.ErrUnknown) && q.Epoch != d.epoch:
+		w.saw("refused: epoch", 1)
+	case errors.Is(err, handoff.ErrMismatch):
+		w.saw("refused: tp", 1) // nothing else of what the simulation asks for does not fit
+	}
+	return a, err
+}
+
+// Confirm is handoff.Control.
+func (c *control) Confirm(ctx context.Context, address string, epoch kvferry.Epoch, key [16]byte, offsets []uint64) ([]bool, []uint32, error) {
+	type proof struct {
+		held []bool
+		crcs []uint32
+	}
+	ctx, cancel := context.WithTimeout(ctx, confirmTimeout)
+	defer cancel()
+	p, err := call(ctx, c.d, address, "confirm "+c.d.node.w.book.name(key), func(_ context.Context, to *daemon) (p proof, err error) {
+		if to.epoch != epoch {
+			return p, handoff.ErrUnknown
+		}
+		w := to.node.w
+		w.book.renewed(key)
+		if p.held, p.crcs, err = to.registry.Confirm(key, offsets); err != nil {
+			return p, err
+		}
+		for i, held := range p.held {
+			if !held {
+				w.saw("stale reads refused", 1)
+			} else if !w.book.lent(key, offsets[i], p.crcs[i]) {
+				w.breaks("%s: a block is said to be what it was lent as, and is not", to.node.name)
+			}
+		}
+		return p, nil
+	})
+	return p.held, p.crcs, err
+}
+
+// confirmTimeout is rpc's.
+const confirmTimeout = 5 * time.Second
+
+// Fetch is handoff.Control.
+func (c *control) Fetch(ctx context.Context, address string, q handoff.FindRequest) (handoff.FindAnswer, error) {
+	return call(ctx, c.d, address, "fetch "+q.Instance, func(_ context.Context, to *daemon) (handoff.FindAnswer, error) {
+		a, err := to.registry.Fetch(q)
+		if err == nil && a.Blocks > 0 {
+			to.node.w.book.found(address, q, a)
+		}
+		return a, err
+	})
+}
+
+// Renew is handoff.Control.
+func (c *control) Renew(ctx context.Context, address string, epoch kvferry.Epoch, keys [][16]byte) error {
+	_, err := call(ctx, c.d, address, "renew "+c.d.node.w.book.name(keys[0]), func(_ context.Context, to *daemon) (struct{}, error) {
+		if to.epoch != epoch {
+			return struct{}{}, handoff.ErrUnknown
+		}
+		if len(to.registry.Renew(keys)) == 0 {
+			to.node.w.book.renewed(keys[0])
+			to.node.w.saw("claims renewed", 1)
+		}
+		return struct{}{}, nil
+	})
+	return err
+}
+
+// EndClaim is handoff.Control.
+func (c *control) EndClaim(ctx context.Context, address string, epoch kvferry.Epoch, key [16]byte, _ uint32, reason string) error {
+	_, err := call(ctx, c.d, address, "end "+c.d.node.w.book.name(key), func(_ context.Context, to *daemon) (struct{}, error) {
+		if to.epoch != epoch {
+			return struct{}{}, handoff.ErrUnknown
+		}
+		to.registry.EndClaim(key, reason)
+		to.node.w.book.ended(key, reason)
+		return struct{}{}, nil
+	})
+	return err
+}

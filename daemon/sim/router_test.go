@@ -1,0 +1,314 @@
+package sim
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/daemon/handoff"
+	"github.com/kvferry/kvferry/daemon/session"
+	"github.com/kvferry/kvferry/tiers"
+	"github.com/kvferry/kvferry/tiers/tierstest"
+	"github.com/kvferry/kvferry/transport"
+)
+
+// router carries tickets from prefill to decode engines: late, twice, to another one, or never.
+type router struct {
+	tickets []*ticket
+	claims  []foreignClaim
+	prompts []*prompt
+}
+
+type ticket struct {
+	handoff.Ticket
+	ranks     uint32
+	blocks    []tiers.Block
+	scheduler *proc
+	delivered int
+}
+
+// ticketsKept is how many the router has at a time.
+const ticketsKept = 10
+
+// prefill computes a prompt: the scheduler offers it, and the ranks store their shards, before or after, or lend them where they are.
+func (w *world) prefill(n *node) {
+	s := w.pick(n, session.Scheduler)
+	if s == nil {
+		return
+	}
+	ranks := n.workers(s.engine)
+	if w.r.IntN(4) == 0 {
+		w.prefillOpen(s)
+		return
+	}
+	blocks := n.prompt()
+	if w.r.IntN(2) == 0 && len(ranks) > 0 {
+		w.prefillLent(s, ranks, blocks)
+		return
+	}
+	offer, offerFirst := w.newOffer(s, blocks), w.r.IntN(2) == 0
+	if offerFirst {
+		s.offer(offer)
+	}
+	for _, p := range ranks {
+		if w.r.IntN(8) > 0 { // else this rank's never come
+			ids := p.take(len(blocks))
+			p.store(blocks[:len(ids)], ids)
+		}
+	}
+	if !offerFirst {
+		s.offer(offer)
+	}
+}
+
+// prefillLent offers blocks where they lie, with the generations that they have then. Most are kept until they are served; some are stored too.
+func (w *world) prefillLent(s *proc, ranks []*proc, blocks []tiers.Block) {
+	ids := s.engine.take(ranks, len(blocks))
+	if blocks = blocks[:len(ids)]; len(blocks) == 0 {
+		return
+	}
+	o := w.newOffer(s, blocks)
+	o.Blocks = w.lend(s, ranks, o.ID, blocks, ids)
+	s.offer(o)
+}
+
+// lend computes blocks on all ranks and keeps them for an offer.
+func (w *world) lend(s *proc, ranks []*proc, offer [16]byte, blocks []tiers.Block, ids []uint32) handoff.LentBlocks {
+	keep := w.r.IntN(3) > 0
+	for _, p := range ranks {
+		p.compute(blocks, ids)
+		if keep {
+			p.keep(offer, ids)
+		}
+		if w.r.IntN(3) == 0 {
+			p.store(blocks, ids)
+		}
+	}
+	return handoff.LentBlocks{Region: 1, IDs: ids, Generations: s.engine.generations(ids)}
+}
+
+// newOffer makes an offer and gives its ticket to the router.
+func (w *world) newOffer(s *proc, blocks []tiers.Block) session.Offer {
+	o := session.Offer{Space: s.space, RequestID: "r", Hashes: tierstest.Pack(blocks), Tokens: 100, Lifetime: time.Duration(2+w.r.IntN(9)) * time.Second}
+	for i := range o.ID {
+		o.ID[i], o.Secret[i] = byte(w.r.Uint32()), byte(w.r.Uint32())
+	}
+	t := &ticket{ranks: s.ranks, blocks: blocks, scheduler: s}
+	t.Ticket = handoff.Ticket{Addresses: []string{s.node.name}, OfferID: o.ID, Secret: o.Secret, Epoch: s.node.daemon.epoch, Space: s.space}
+	if w.r.IntN(2) == 0 { // an address for each rank says the same
+		t.Addresses = append(t.Addresses, s.node.name)
+	}
+	w.book.offer(t.Ticket, s.ranks, o.Hashes)
+	w.router.tickets = append(w.router.tickets, t)
+	if len(w.router.tickets) > ticketsKept {
+		w.router.tickets = w.router.tickets[1:]
+	}
+	return o
+}
+
+func (s *proc) offer(o session.Offer) { s.tell(func(s *session.Session) { s.Offer(o) }) }
+
+// prompt is one that is computed in chunks, while the router has sent it to the decode engine already.
+type prompt struct {
+	scheduler *proc
+	s         *session.Session // of the time when it began
+	offer     session.Offer
+	blocks    []tiers.Block
+	offered   bool
+	done      int // blocks
+}
+
+// prefillOpen begins one.
+func (w *world) prefillOpen(s *proc) {
+	blocks := s.node.prompt()
+	o := w.newOffer(s, blocks)
+	o.OpenEnded = true
+	t := w.router.tickets[len(w.router.tickets)-1]
+	t.Epoch = kvferry.Epoch{} // the router does not know it
+	w.book.routed(o.ID)
+	w.router.prompts = append(w.router.prompts, &prompt{scheduler: s, s: s.s, offer: o, blocks: blocks})
+}
+
+// chunk goes on with a prompt: registers it, computes and stores some blocks, completes or aborts it.
+func (w *world) chunk() {
+	if len(w.router.prompts) == 0 {
+		return
+	}
+	i := w.r.IntN(len(w.router.prompts))
+	p := w.router.prompts[i]
+	forget := func() { w.router.prompts = append(w.router.prompts[:i], w.router.prompts[i+1:]...) }
+	s := p.scheduler
+	if s.dead || s.s != p.s {
+		forget() // its session is gone, and with it the offer
+		return
+	}
+	if !p.offered {
+		p.offered = true
+		s.offer(p.offer)
+		return
+	}
+	ranks := s.node.workers(s.engine)
+	switch id := p.offer.ID; {
+	case w.r.IntN(20) == 0:
+		s.tell(func(s *session.Session) { s.EndOffer(id, "aborted") })
+		w.saw("prompts aborted", 1)
+		forget()
+	case p.done == len(p.blocks) || len(ranks) == 0:
+		var lent handoff.LentBlocks
+		if w.r.IntN(2) == 0 && len(ranks) > 0 {
+			if ids := s.engine.take(ranks, len(p.blocks)); len(ids) == len(p.blocks) {
+				lent = w.lend(s, ranks, id, p.blocks, ids)
+			}
+		}
+		s.tell(func(s *session.Session) { s.CompleteOffer(id, lent) })
+		w.saw("prompts completed", 1)
+		forget()
+	default:
+		n := min(len(p.blocks)-p.done, 1+w.r.IntN(6))
+		for _, r := range ranks {
+			ids := r.take(n)
+			r.store(p.blocks[p.done:][:len(ids)], ids)
+		}
+		p.done += n
+	}
+}
+
+// routed: the router has named an offer.
+func (b *book) routed(offer [16]byte) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.offers[offer].router = true
+}
+
+func (b *book) offer(t handoff.Ticket, ranks uint32, hashes []byte) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.offers[t.OfferID] = &bookOffer{Ticket: t, label: fmt.Sprintf("%x", t.OfferID[:4]), ranks: ranks, hashes: hashes, ended: map[uint32]bool{}}
+}
+
+// deliver has an engine of this node accept a ticket: most often one of the other node, and of its own tp.
+func (w *world) deliver(n *node) {
+	p := w.pick(n, session.Worker)
+	if p == nil {
+		return
+	}
+	odd := w.r.IntN(8) == 0
+	var fit []*ticket
+	for _, t := range w.router.tickets {
+		if odd || (t.ranks == p.ranks && t.scheduler.node != n) {
+			fit = append(fit, t)
+		}
+	}
+	if len(fit) == 0 {
+		return
+	}
+	t := fit[max(w.r.IntN(len(fit)), w.r.IntN(len(fit)))] // most are not very old
+	w.sawTicket(t)
+	for _, p := range n.workers(p.engine) {
+		if w.r.IntN(12) == 0 {
+			continue // this rank's scheduler gave up
+		}
+		sent := t.Ticket
+		switch odd := w.r.IntN(40); {
+		case odd == 0:
+			sent.Secret[0] ^= 1
+		case odd == 1:
+			sent.Addresses = []string{"elsewhere"}
+		case odd < 20 && t.ranks != p.ranks: // a router that mixes things up
+			sent.Space = p.space
+		}
+		p.load(t.blocks[:1+w.r.IntN(len(t.blocks))], &sent)
+	}
+}
+
+func (w *world) sawTicket(t *ticket) {
+	if t.delivered++; t.delivered > 1 {
+		w.saw("tickets again", 1)
+	}
+	if d := t.scheduler.node.daemon; d != nil && d.epoch != t.Epoch && t.Epoch != (kvferry.Epoch{}) {
+		w.saw("tickets of another epoch", 1)
+	}
+	if t.scheduler.dead {
+		w.saw("offers of a dead scheduler", 1)
+	}
+}
+
+// foreignClaim is one of a third node's daemon, which asks and reads without this network.
+type foreignClaim struct {
+	node   *node
+	epoch  kvferry.Epoch
+	answer handoff.ClaimAnswer
+	hashes []tiers.Block
+	ranks  uint32
+	rank   uint32
+}
+
+func (w *world) claim(n *node) {
+	if len(w.router.tickets) == 0 || n.daemon == nil || n.isFrozen() {
+		return
+	}
+	t := w.router.tickets[w.r.IntN(len(w.router.tickets))]
+	q := handoff.ClaimRequest{Epoch: t.Epoch, OfferID: t.OfferID, Secret: t.Secret, Instance: "elsewhere", Rank: uint32(w.r.IntN(int(t.ranks))), TP: t.ranks, ClaimID: uint64(w.r.IntN(3)),
+		Space: t.Space, Hashes: tierstest.Pack(t.blocks)}
+	wrong := w.r.IntN(6) == 0
+	if wrong {
+		q.Secret[0] ^= 1
+	}
+	d := n.daemon
+	a, err := d.claim(w.t.Context(), q, q)
+	if err != nil || a.Key == [16]byte{} {
+		return
+	}
+	if wrong {
+		w.fatalf("a wrong secret was taken")
+	}
+	w.router.claims = append(w.router.claims, foreignClaim{n, d.epoch, a, t.blocks, t.ranks, q.Rank})
+}
+
+// readClaim reads what such a claim covers, as the data server does, and sometimes ends it.
+func (w *world) readClaim() {
+	if len(w.router.claims) == 0 {
+		return
+	}
+	i := w.r.IntN(len(w.router.claims))
+	c := w.router.claims[i]
+	forget := func() { w.router.claims = append(w.router.claims[:i], w.router.claims[i+1:]...) }
+	d := c.node.daemon
+	if d == nil || d.epoch != c.epoch {
+		forget()
+		return
+	}
+	g, err := d.registry.Acquire(c.epoch, c.answer.Key)
+	if err != nil {
+		if !errors.Is(err, transport.ErrRefused) {
+			w.fatalf("acquire: %v", err)
+		}
+		forget() // not renewed in time
+		return
+	}
+	w.book.renewed(c.answer.Key)
+	for k, st := range c.answer.Status {
+		if st != handoff.Stored {
+			continue
+		}
+		parts, err := g.Append(nil, c.answer.Offsets[k], c.answer.ShardBytes)
+		if err != nil {
+			continue // a later claim of the same id has taken its place
+		}
+		b := slices.Concat(parts...)
+		if crcOf(b) == c.answer.CRC32C[k] {
+			if string(b) != string(content(c.hashes[k].Hash, c.ranks, c.rank)) {
+				w.fatalf("a claim was served wrong bytes")
+			}
+			w.saw("claimed blocks", 1)
+		}
+	}
+	g.Release()
+	if w.r.IntN(2) == 0 {
+		d.registry.EndClaim(c.answer.Key, "")
+		w.book.ended(c.answer.Key, "")
+		forget()
+	}
+}
