@@ -142,6 +142,9 @@ const partBytes = 8 << 20
 // claimWait is how long a peer may wait for stores that are still running, at a time.
 const claimWait = 3 * time.Second
 
+// answerTime is what is left of a fetch's time for the answer to a claim that has waited: a peer that has nothing yet is not one that cannot be reached.
+const answerTime = 100 * time.Millisecond
+
 // transferWait is how long an offer whose id the router chose may be unknown to the node that the router named.
 const transferWait = 10 * time.Second
 
@@ -325,6 +328,12 @@ func indexes(n int) []int {
 		out[i] = i
 	}
 	return out
+}
+
+// late tells that there is no time for another claim.
+func late(ctx context.Context) bool {
+	until, ok := ctx.Deadline()
+	return ok && time.Until(until) <= answerTime
 }
 
 // patient tells whether to ask again for what is pending.

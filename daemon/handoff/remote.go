@@ -2,12 +2,16 @@ package handoff
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
 	"github.com/kvferry/kvferry"
 	"github.com/kvferry/kvferry/tiers"
 )
+
+// errLate ends a claim whose blocks did not come in time, which is no fault of the way to the peer.
+var errLate = errors.New("handoff: too late")
 
 // remote is a fetch from another node: it claims and reads in rounds, as the blocks come there.
 type remote struct {
@@ -35,13 +39,16 @@ func (r *remote) run(ctx context.Context) error {
 	for len(todo) > 0 {
 		c := r.f.claimRequest(ctx, r.q, pick(r.q.Hashes, todo))
 		c.ReadsLent, c.Path = r.lent, r.path()
+		if until, ok := ctx.Deadline(); ok {
+			c.Wait = max(0, min(c.Wait, time.Until(until)-answerTime))
+		}
 		a, err := r.f.cfg.Control.Claim(ctx, r.p.address, c)
 		if err != nil {
 			return fmt.Errorf("claim at %s: %w", r.p.address, err)
 		}
 		r.key, r.epoch = a.Key, a.Epoch
 		if a.Key == ([16]byte{}) {
-			if !r.f.patient(ctx, a, r.begun) {
+			if !r.f.patient(ctx, a, r.begun) || late(ctx) {
 				return fmt.Errorf("%w: %s has not heard of it", ErrUnknown, r.p.address)
 			}
 			continue
@@ -54,6 +61,12 @@ func (r *remote) run(ctx context.Context) error {
 		}
 		if todo, err = r.read(ctx, a, todo); err != nil {
 			return fmt.Errorf("read from %s: %w", r.p.address, err)
+		}
+		if len(todo) > 0 && late(ctx) {
+			for _, i := range todo {
+				r.out[i] = TooLate
+			}
+			return fmt.Errorf("%w: %d blocks are still pending at %s", errLate, len(todo), r.p.address)
 		}
 	}
 	return nil
