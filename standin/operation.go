@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"os"
 	"sync"
 	"sync/atomic"
@@ -140,7 +141,8 @@ func (o *Operation) waitQuiet() {
 		}
 		quiet := true // closed: then Close has waited
 		o.s.useWords(func() {
-			quiet = atomic.LoadUint64((*uint64)(unsafe.Pointer(&o.s.words[int(o.word)*wordBytes+quietOffset]))) == o.number || (o.s.daemon != nil && dead(o.s.daemon))
+			at := atomic.LoadUint64((*uint64)(unsafe.Pointer(&o.s.words[int(o.word)*wordBytes+quietOffset])))
+			quiet = at == o.number || at == math.MaxUint64 || (o.s.daemon != nil && dead(o.s.daemon))
 		})
 		if quiet {
 			return

@@ -250,7 +250,7 @@ func (t Ticket) address(rank uint32) string {
 func (f *Fetcher) claimRequest(ctx context.Context, q FetchRequest, hashes []byte) ClaimRequest {
 	wait := claimWait
 	if until, ok := ctx.Deadline(); ok {
-		wait = min(wait, time.Until(until))
+		wait = min(wait, time.Until(until)-answerTime)
 	}
 	return ClaimRequest{
 		Epoch: q.Ticket.Epoch, OfferID: q.Ticket.OfferID, Secret: q.Ticket.Secret, Instance: q.Instance, Rank: q.Rank, TP: q.TP, ClaimID: q.ClaimID,

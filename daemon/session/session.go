@@ -329,6 +329,7 @@ func (s *Session) reclaim() {
 		}
 	}
 	s.spaces, s.retired = nil, nil
+	s.wordsMap.allQuiet()
 	s.wordsMap.close()
 }
 

@@ -2,6 +2,7 @@ package session
 
 import (
 	"fmt"
+	"math"
 	"os"
 	"sync/atomic"
 	"unsafe"
@@ -80,6 +81,13 @@ func (w *words) decide(i uint32, operation uint64, s WordState, reason Outcome, 
 // quiet tells the process that nothing of the operation touches its memory any more.
 func (w *words) quiet(i uint32, operation uint64) {
 	atomic.StoreUint64((*uint64)(unsafe.Pointer(&w.mem[int(i)*wordBytes+16])), operation)
+}
+
+// allQuiet tells that of every operation, also of one that never came: nothing is taken any more.
+func (w *words) allQuiet() {
+	for i := range uint32(WordsPerSession) {
+		w.quiet(i, math.MaxUint64)
+	}
 }
 
 func (w *words) close() {
