@@ -251,7 +251,7 @@ func (t Ticket) address(rank uint32) string {
 func (f *Fetcher) claimRequest(ctx context.Context, q FetchRequest, hashes []byte) ClaimRequest {
 	wait := claimWait
 	if until, ok := ctx.Deadline(); ok {
-		wait = min(wait, time.Until(until)-answerTime)
+		wait = min(wait, time.Until(until))
 	}
 	return ClaimRequest{
 		Epoch: q.Ticket.Epoch, OfferID: q.Ticket.OfferID, Secret: q.Ticket.Secret, Instance: q.Instance, Rank: q.Rank, TP: q.TP, ClaimID: q.ClaimID,
@@ -279,7 +279,7 @@ func (f *Fetcher) local(ctx context.Context, q FetchRequest, out *FetchResult) e
 		}
 		key = a.Key
 		todo = out.take(q, a, todo)
-		if err := ctx.Err(); err != nil {
+		if err := over(ctx); err != nil {
 			f.endLocal(key, out, err.Error())
 			return err
 		}
@@ -331,6 +331,14 @@ func indexes(n int) []int {
 	return out
 }
 
+// over is why there is no time left. It does not wait for ctx's timer: a claim that may not wait any more would be made again and again until that has fired.
+func over(ctx context.Context) error {
+	if until, ok := ctx.Deadline(); ok && !time.Now().Before(until) {
+		return context.DeadlineExceeded
+	}
+	return ctx.Err()
+}
+
 // late tells that there is no time for another claim.
 func late(ctx context.Context) bool {
 	until, ok := ctx.Deadline()
@@ -339,7 +347,7 @@ func late(ctx context.Context) bool {
 
 // patient tells whether to ask again for what is pending.
 func (f *Fetcher) patient(ctx context.Context, a ClaimAnswer, begun time.Time) bool {
-	return ctx.Err() == nil && (a.Key != [16]byte{} || time.Since(begun) < transferWait)
+	return over(ctx) == nil && (a.Key != [16]byte{} || time.Since(begun) < transferWait)
 }
 
 // remote claims an offer at the node that has it and reads the blocks from there.

@@ -39,6 +39,9 @@ func (r *remote) run(ctx context.Context) error {
 	for len(todo) > 0 {
 		c := r.f.claimRequest(ctx, r.q, pick(r.q.Hashes, todo))
 		c.ReadsLent, c.Path = r.lent, r.path()
+		if until, ok := ctx.Deadline(); ok {
+			c.Wait = max(0, min(c.Wait, time.Until(until)-answerTime))
+		}
 		a, err := r.f.cfg.Control.Claim(ctx, r.p.address, c)
 		if err != nil {
 			return fmt.Errorf("claim at %s: %w", r.p.address, err)

@@ -174,11 +174,11 @@ func (p *proc) die(reason error) {
 		return
 	}
 	p.dead = true
+	p.target.end()
 	if p.s != nil {
 		go p.s.Close(reason) // a real stream's handler does this
 		p.w.apartFromNext()
 	}
-	p.target.end()
 	p.unmap(&p.memory)
 	p.unmap(&p.words)
 	p.unmap(&p.pool)

@@ -114,18 +114,20 @@ func (t *target) count(batch []transport.Copy, by int) {
 	}
 }
 
-// check is called before something is written.
-func (t *target) check(s kvferry.Segment) {
+// check is called before something is written. It answers false where nobody is left to see it.
+func (t *target) check(s kvferry.Segment) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	o, ok := t.lent[blockAt(s)]
 	switch {
 	case t.words == nil:
+		return false
 	case !ok:
 		t.w.breaks("%s: a block is written that is not lent", t.name)
 	case atomic.LoadUint64((*uint64)(unsafe.Pointer(&t.words[64*t.word[o]+16]))) == o:
 		t.w.breaks("%s: a block of operation %d is written after its quiet word", t.name, o)
 	}
+	return true
 }
 
 // lentView is another worker's memory as a process has mapped it.
