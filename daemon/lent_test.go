@@ -280,7 +280,7 @@ func TestConfirmOfOthers(t *testing.T) {
 	hashes, _ := prompt(4, 3)
 	p.compute(10, hashes)
 	_, _ = p.offer(t, 10, hashes)
-	if _, _, err := a.registry.Confirm([16]byte{1}, []uint64{1 << 63}); err == nil {
+	if _, _, err := a.registry.Confirm(t.Context(), [16]byte{1}, []uint64{1 << 63}); err == nil {
 		t.Error("a claim that is not there was confirmed")
 	}
 }
