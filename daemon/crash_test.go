@@ -90,7 +90,8 @@ func crashOne(t *testing.T, n *node, shape standin.Shape, name string, r *rand.R
 	}
 	defer w.Kill()
 	ctx := t.Context()
-	if r.IntN(8) > 0 { // else it is killed while it attaches
+	attached := r.IntN(8) > 0 // else it is killed while it attaches
+	if attached {
 		if err := w.Attach(ctx, process.AttachArgs{SocketsDir: n.cfg.Sockets.Dir, Instance: name, Shape: shape, Staging: r.IntN(4) == 0}); err != nil {
 			t.Errorf("attach %s: %v", name, err)
 			return
@@ -100,7 +101,9 @@ func crashOne(t *testing.T, n *node, shape standin.Shape, name string, r *rand.R
 	kill := time.AfterFunc(time.Duration(r.IntN(30_000))*time.Microsecond, func() { w.Kill(); close(killed) })
 	defer kill.Stop()
 	go func() { // every call fails once the worker is dead
-		_ = w.Attach(ctx, process.AttachArgs{SocketsDir: n.cfg.Sockets.Dir, Instance: name, Shape: shape})
+		if !attached {
+			_ = w.Attach(ctx, process.AttachArgs{SocketsDir: n.cfg.Sockets.Dir, Instance: name, Shape: shape})
+		}
 		for i := uint64(0); ; i++ {
 			hashes, parents := prompt(32, 1000*(i%7))
 			if err := w.Write(ctx, numbers(0, 32), hashes); err != nil {

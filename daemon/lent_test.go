@@ -280,7 +280,54 @@ func TestConfirmOfOthers(t *testing.T) {
 	hashes, _ := prompt(4, 3)
 	p.compute(10, hashes)
 	_, _ = p.offer(t, 10, hashes)
-	if _, _, err := a.registry.Confirm([16]byte{1}, []uint64{1 << 63}); err == nil {
+	if _, _, err := a.registry.Confirm(t.Context(), [16]byte{1}, []uint64{1 << 63}); err == nil {
 		t.Error("a claim that is not there was confirmed")
 	}
+}
+
+// A worker that takes a dead one's place has other memory: the scheduler's generations tell nothing of it.
+func TestLentByAnotherWorker(t *testing.T) {
+	a, b := newNode(t, supervised), newNode(t, supervised)
+	for name, n := range map[string]*node{"one node": a, "two nodes": b} {
+		p := a.lender("prefill of " + name)
+		d, dm := n.attach(worker, func(c *standin.Config) { c.Instance = "decode" })
+		hashes, _ := prompt(8, 3)
+		p.compute(10, hashes)
+		ticket, _ := p.offer(t, 10, hashes)
+		_ = p.worker.Close()
+		a.attach(worker, func(c *standin.Config) { c.Instance = "prefill of " + name })
+		if r := accept(t, d, dm, 0, hashes, ticket, 3000); r.Loaded != 0 {
+			t.Errorf("%s: %+v", name, r)
+		}
+	}
+}
+
+// An engine that completes an offer which has ended, or whose offer is refused, has its blocks back all the same.
+func TestServedWithoutAnOffer(t *testing.T) {
+	n := newNode(t)
+	p := n.lender("prefill")
+	hashes, _ := prompt(4, 3)
+	p.compute(10, hashes)
+	ticket, err := p.sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 64, OpenEnded: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	id, _ := standin.OfferID(ticket)
+	if err := p.sched.EndOffer(id, "aborted"); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.sched.Complete(id, numbers(10, 4)); err != nil {
+		t.Fatal(err)
+	}
+	p.served(t, id, "withdrawn")
+	if err := p.sched.Complete([16]byte{7}, numbers(10, 4)); err != nil { // long ago
+		t.Fatal(err)
+	}
+	p.served(t, [16]byte{7}, "not known")
+	ticket, err = p.sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Blocks: numbers(10, 4)}) // of no tokens
+	if err != nil {
+		t.Fatal(err)
+	}
+	id, _ = standin.OfferID(ticket)
+	p.served(t, id, "refused")
 }

@@ -334,3 +334,32 @@ func buildDaemon(t *testing.T) string {
 	}
 	return path
 }
+
+// A process that has not attached yet waits for Attached: what it has not asked for comes after that, or not at all.
+func TestNothingBeforeAttached(t *testing.T) {
+	n := newNode(t)
+	h := helloOf(worker)
+	r, err := n.hello(h)
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.sessions.Served("raw", 0, [16]byte{1}, "done") // of the worker whose place it takes
+	n.sessions.Drain(time.Second)
+	pidfd, err := unix.PidfdOpen(os.Getpid(), 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	code, text, got := n.passDescriptors(descriptorPacket(r.welcome.Token, []uint32{0xffffffff, 1}), []int{pidfd, memfd(t, int64(h.Regions[0].Bytes), true)})
+	for _, fd := range got {
+		_ = unix.Close(fd)
+	}
+	if code != codes.OK {
+		t.Fatal(code, text)
+	}
+	if m := r.receive(); m.GetAttached() == nil {
+		t.Fatalf("before Attached: %v", m)
+	}
+	if m := r.receive(); m.GetDraining() == nil {
+		t.Fatalf("after Attached: %v", m)
+	}
+}

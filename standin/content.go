@@ -39,14 +39,28 @@ func (m *Memory) Wrong(block uint32, h kvferry.Hash) (bytes uint64) {
 	return bytes
 }
 
+const scribble = 0xdeadbeefdeadbeef
+
 // Scribble overwrites a block, as an engine does that takes it for something else.
 func (m *Memory) Scribble(block uint32) {
 	for p := range m.Planes {
 		w := words(m.Plane(block, p))
 		for i := range w {
-			w[i] = 0xdeadbeefdeadbeef
+			w[i] = scribble
 		}
 	}
+}
+
+// Written counts the bytes of a block, in words of eight, that somebody has written since Scribble.
+func (m *Memory) Written(block uint32) (bytes uint64) {
+	for p := range m.Planes {
+		for _, w := range words(m.Plane(block, p)) {
+			if w != scribble {
+				bytes += 8
+			}
+		}
+	}
+	return bytes
 }
 
 func planeSeed(h kvferry.Hash, plane int) uint64 {

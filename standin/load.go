@@ -40,6 +40,8 @@ func (s *Session) Load(ctx context.Context, r LoadRequest) (*LoadReport, error) 
 	if len(r.Blocks) != len(r.Hashes) {
 		return report, errors.New("load: blocks and hashes differ in number")
 	}
+	s.writes.Add(1)
+	defer s.writes.Done()
 	o, err := s.begin(r.DeadlineMs, func(operation uint64, word uint32) *kvferryv1.SessionRequest {
 		load := &kvferryv1.Load{Operation: operation, Word: word, SpaceId: s.Space[:], RequestId: r.RequestID, Hashes: pack(r.Hashes), DeadlineMs: r.DeadlineMs}
 		if r.Ticket == nil {
@@ -59,7 +61,7 @@ func (s *Session) Load(ctx context.Context, r LoadRequest) (*LoadReport, error) 
 	if e := s.send(&kvferryv1.SessionRequest{Message: &kvferryv1.SessionRequest_Release{Release: release}}); err == nil {
 		err = e
 	}
-	if r.Direct && report.Delivered < len(r.Blocks) {
+	if r.Direct && s.Welcome.Direct && report.Delivered < len(r.Blocks) {
 		o.waitQuiet() // whatever came of it: nobody may write there any more
 	}
 	if err != nil {
@@ -124,7 +126,7 @@ func (s *Session) copyBlocks(ctx context.Context, r *kvferryv1.LoadResult, block
 				report.Loaded++
 				report.Delivered++
 				continue
-			case kvferryv1.BlockSource_BLOCK_SOURCE_LENT, kvferryv1.BlockSource_BLOCK_SOURCE_LENT_UNCHECKED:
+			case kvferryv1.BlockSource_BLOCK_SOURCE_LENT:
 				lent = append(lent, i)
 				continue
 			}
@@ -139,6 +141,7 @@ func (s *Session) copyBlocks(ctx context.Context, r *kvferryv1.LoadResult, block
 		batch = append(batch, transport.Copy{Src: planes[from : from+1], Dst: planes[from+1:]})
 		at = append(at, i)
 	}
+	s.copying(len(batch))
 	if err := s.copier.Copy(ctx, batch); err != nil {
 		return err
 	}
@@ -152,7 +155,17 @@ func (s *Session) copyBlocks(ctx context.Context, r *kvferryv1.LoadResult, block
 	return s.copyLent(ctx, r, blocks, lent, report)
 }
 
-// miss notes a block whose generation or checksum did not hold.
+// copying lets tests do something to blocks that are about to be copied.
+func (s *Session) copying(blocks int) {
+	if blocks > 0 && s.config.Copying != nil {
+		s.config.Copying()
+	}
+}
+
+// changed notes a block that another worker no longer lends.
+func (r *LoadReport) changed(i int) { r.Status[i] = kvferryv1.BlockStatus_BLOCK_STATUS_MISS }
+
+// miss notes a block of the pool whose generation or checksum did not hold.
 func (r *LoadReport) miss(i int) {
 	r.Status[i] = kvferryv1.BlockStatus_BLOCK_STATUS_MISS
 	r.Wrong++

@@ -42,6 +42,9 @@ func NewMemory(s Shape) (*Memory, error) {
 		_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK)
 	}
 	if err == nil {
+		err = m.file.Chmod(0o444) // whoever it is lent to shall not open it for writing
+	}
+	if err == nil {
 		m.Data, err = unix.Mmap(fd, 0, int(s.Bytes()), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	}
 	if err != nil {

@@ -13,7 +13,13 @@ import (
 
 // Match asks how much of a prompt is resident, and leases it under the request's id.
 func (s *Session) Match(ctx context.Context, requestID string, hashes []kvferry.Hash, leaseMs uint32) (*kvferryv1.MatchResponse, error) {
-	r, err := s.engine.Match(ctx, &kvferryv1.MatchRequest{SessionId: s.Welcome.SessionId, RequestId: requestID, SpaceId: s.Space[:], Hashes: pack(hashes), LeaseMs: leaseMs})
+	return s.MatchPeers(ctx, requestID, hashes, leaseMs, nil, 0)
+}
+
+// MatchPeers is Match that asks other nodes too, where a Load with this request's id fetches what they have if computing it, which takes so long a block, is slower.
+func (s *Session) MatchPeers(ctx context.Context, requestID string, hashes []kvferry.Hash, leaseMs uint32, peers []string, computeUs uint32) (*kvferryv1.MatchResponse, error) {
+	r, err := s.engine.Match(ctx, &kvferryv1.MatchRequest{SessionId: s.Welcome.SessionId, RequestId: requestID, SpaceId: s.Space[:], Hashes: pack(hashes), LeaseMs: leaseMs, Peers: peers,
+		ComputeUs: computeUs})
 	if err != nil {
 		return nil, fmt.Errorf("match: %w", err)
 	}

@@ -43,6 +43,7 @@ type Config struct {
 	Pooled      bool                     // a worker that neither reads lent memory nor lends blocks to be written
 	Refused     func(*kvferryv1.Refused) // called when the daemon refuses a message that has no operation; may be nil
 	ThreadsMax  int                      // that copy one Load; 0 is 2
+	Copying     func()                   // called after the first look at the generations of blocks, before they are copied; may be nil
 }
 
 // Session is one attachment.
@@ -75,7 +76,8 @@ type Session struct {
 	copies     sync.RWMutex // read-held while the mappings are used; Close takes it to unmap
 	draining   atomic.Bool
 	background sync.WaitGroup
-	closed     bool // guarded by copies
+	closed     bool           // guarded by copies
+	writes     sync.WaitGroup // Loads whose blocks the daemon may still write
 }
 
 // Attach opens a session and waits until the daemon has mapped what this process lends. ctx bounds only the attaching.
@@ -295,7 +297,7 @@ func (s *Session) sendLocked(m *kvferryv1.SessionRequest) error {
 	return nil
 }
 
-// Close ends the session, waits until nothing of it runs any more, and unmaps what came from the daemon. The Memory stays its owner's.
+// Close ends the session, waits until nothing of it runs any more and the daemon writes no more into blocks that were lent, and unmaps what came from it. The Memory stays its owner's.
 func (s *Session) Close() error {
 	s.sending.Lock()
 	_ = s.stream.CloseSend()
@@ -306,6 +308,7 @@ func (s *Session) Close() error {
 	}
 	s.cancel()
 	<-s.done
+	s.writes.Wait()
 	err := s.conn.Close()
 	s.unmap()
 	s.background.Wait()

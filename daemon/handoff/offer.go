@@ -12,11 +12,12 @@ import (
 
 // OfferState is where an offer is in its life.
 //
-//	        claim             last claim ended, lifetime, session ended
+//	        claim             claims of all ranks are done, lifetime, session ended
 //	open ──────────► claimed ───────────────────────────────────────────► ended(reason)
 //	  └──────────────────────────────────────────────────────────────────►
 //
-// A claimed offer may be claimed again by the same instance: by its other ranks, or by a retry. Ended absorbs.
+// A claimed offer may be claimed again by the same instance: by its other ranks, or by a retry. When its last claim has failed, it lives for as long as that would have, and no longer: its engine
+// may be keeping blocks for it, and who has failed has most likely computed them. Ended absorbs.
 type OfferState uint8
 
 // The states.
@@ -96,6 +97,8 @@ type offer struct {
 	ended   time.Time
 	claimer string          // instance; set by the first claim
 	claims  int             // alive
+	reading map[uint32]int  // of them, by rank
+	dropped bool            // its last claim has failed
 	ranks   map[uint32]bool // that have been served whole
 	told    map[uint32]bool // ranks whose workers know that nobody reads their blocks any more
 	router  bool            // the router chose its id: it may be claimed without naming the epoch
@@ -110,6 +113,24 @@ func (o *offer) changeState(e offerEvent) {
 		panic(fmt.Sprintf("handoff: %v of an offer that is %v", e, o.state))
 	}
 	o.state = next
+}
+
+// drop shortens the life of an offer whose last claim has failed.
+func (o *offer) drop(until time.Time) {
+	if o.state == Claimed && o.claims == 0 && until.Before(o.until) {
+		o.until, o.dropped = until, true
+	}
+}
+
+// overAt tells whether its time is over.
+func (o *offer) overAt(now time.Time) bool { return o.claims == 0 && !o.until.After(now) }
+
+// lapse is why it ends then.
+func (o *offer) lapse() string {
+	if o.dropped {
+		return "not claimed again"
+	}
+	return "expired"
 }
 
 func (o *offer) secretIs(s [16]byte) bool { return subtle.ConstantTimeCompare(o.Secret[:], s[:]) == 1 }

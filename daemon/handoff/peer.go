@@ -25,6 +25,7 @@ type peer struct {
 	address string
 	region  kvferry.Region // its pool
 	health  health.Tracker
+	lookups health.Tracker // those of Find that came late
 	link    *mover.Link
 	log     func(degraded bool, err error)
 

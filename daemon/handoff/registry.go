@@ -46,10 +46,13 @@ type Limits struct {
 	OfferWait  time.Duration // for an offer that is not registered yet
 	StoreWait  time.Duration // after its registration, blocks of an offer may still come
 	OpenEnded  time.Duration // an open-ended offer that is not completed for so long ends
+	ClaimLife  time.Duration // a claim ends after it, however often it is renewed
+	Fetches    int           // offers that were made for look-ups of other nodes; the oldest that nobody has claimed goes
 }
 
 // DefaultLimits are the daemon's.
-var DefaultLimits = Limits{Offers: 1 << 16, Hashes: 1 << 23, EndedKept: 256, Claims: 1 << 16, PerOffer: 4, ClaimLease: 10 * time.Second, OfferWait: time.Second, StoreWait: 2 * time.Second, OpenEnded: 10 * time.Minute}
+var DefaultLimits = Limits{Offers: 1 << 16, Hashes: 1 << 23, EndedKept: 256, Claims: 1 << 16, PerOffer: 4, ClaimLease: 10 * time.Second, OfferWait: time.Second, StoreWait: 2 * time.Second, OpenEnded: 10 * time.Minute,
+	ClaimLife: 10 * time.Minute, Fetches: 1024}
 
 // Config is what a Registry works with; never modified after New.
 type Config struct {
@@ -77,7 +80,9 @@ type Registry struct {
 	claims   map[[16]byte]*claim
 	byClaim  map[claimKey]*claim
 	arrivals chan struct{} // closed at the next registration
+	fetches  []*offer      // that were made for look-ups of other nodes, oldest first
 	served   []servedRank  // to be told when mu is free
+	released []*Lent       // to be released then
 }
 
 type servedRank struct {
@@ -87,11 +92,14 @@ type servedRank struct {
 	reason   string
 }
 
-// unlock lets mu go and tells what came up while it was held: the sessions' locks come before it.
+// unlock lets mu go and does what came up while it was held: the sessions' locks come before it, and unmapping memory takes long.
 func (r *Registry) unlock() {
-	served := r.served
-	r.served = nil
+	served, released := r.served, r.released
+	r.served, r.released = nil, nil
 	r.mu.Unlock()
+	for _, l := range released {
+		l.Release()
+	}
 	for _, s := range served {
 		r.cfg.Served(s.instance, s.rank, s.offer, s.reason)
 	}
@@ -119,7 +127,7 @@ func (r *Registry) register(owner tiers.Owner, o Offer, claimer string) error {
 	now := time.Now()
 	n := len(o.Hashes) / kvferry.HashSize
 	e := &offer{Offer: o, owner: owner, made: now, until: now.Add(o.Lifetime), comes: now.Add(r.cfg.Limits.StoreWait), blocks: n, router: o.OpenEnded, claimer: claimer, lent: o.Blocks.IDs != nil,
-		ranks: map[uint32]bool{}, told: map[uint32]bool{}, changed: make(chan struct{})}
+		ranks: map[uint32]bool{}, told: map[uint32]bool{}, reading: map[uint32]int{}, changed: make(chan struct{})}
 	e.Blocks.Offered = now
 	if o.OpenEnded {
 		e.comes, e.until = time.Time{}, now.Add(r.cfg.Limits.OpenEnded)
@@ -135,11 +143,8 @@ func (r *Registry) register(owner tiers.Owner, o Offer, claimer string) error {
 	if r.hashes+n > r.cfg.Limits.Hashes {
 		return fmt.Errorf("%w: offers of %d blocks", ErrLimit, r.hashes)
 	}
-	if ref, _, ok := r.cfg.Ledger.FindSpace(o.Space); ok {
-		tail := kvferry.Hash(o.Hashes[(n-1)*kvferry.HashSize:])
-		if err := r.cfg.Ledger.Lease(owner, e.leaseKey(), ref, tail, e.until); err != nil {
-			return fmt.Errorf("register offer: %w", err)
-		}
+	if err := r.leaseLocked(e); err != nil {
+		return fmt.Errorf("register offer: %w", err)
 	}
 	r.offers[o.ID] = e
 	r.hashes += n
@@ -149,10 +154,25 @@ func (r *Registry) register(owner tiers.Owner, o Offer, claimer string) error {
 	return nil
 }
 
+// leaseLocked leases an offer's last block for as long as it lives.
+func (r *Registry) leaseLocked(o *offer) error {
+	ref, _, ok := r.cfg.Ledger.FindSpace(o.Space)
+	if !ok {
+		return nil
+	}
+	return r.cfg.Ledger.Lease(o.owner, o.leaseKey(), ref, kvferry.Hash(o.Hashes[(o.blocks-1)*kvferry.HashSize:]), o.until)
+}
+
 // Complete ends the computing of an open-ended offer's prompt: its lifetime begins, and blocks that its engine lends are known.
 func (r *Registry) Complete(owner tiers.Owner, id [16]byte, blocks LentBlocks) error {
 	r.mu.Lock()
 	defer r.unlock()
+	if o := r.pastLocked(id); o != nil && o.owner == owner && o.OpenEnded {
+		// It ended before its engine was done. What that keeps for it now, it need not keep.
+		o.OpenEnded, o.Blocks, o.lent = false, blocks, blocks.IDs != nil
+		r.servedAllLocked(o)
+		return nil
+	}
 	o, err := r.ownLocked("complete_offer", owner, id)
 	if err != nil {
 		return err
@@ -165,10 +185,16 @@ func (r *Registry) Complete(owner tiers.Owner, id [16]byte, blocks LentBlocks) e
 	}
 	now := time.Now()
 	blocks.Offered = now
-	o.OpenEnded, o.Blocks, o.comes, o.until = false, blocks, now.Add(r.cfg.Limits.StoreWait), now.Add(o.Lifetime)
+	o.OpenEnded, o.Blocks, o.comes = false, blocks, now.Add(r.cfg.Limits.StoreWait)
+	if !o.dropped {
+		o.until = now.Add(o.Lifetime)
+		if err := r.leaseLocked(o); err != nil {
+			return fmt.Errorf("complete offer: %w", err)
+		}
+	}
 	o.lent = blocks.IDs != nil
 	for rank := range o.ranks { // served before there was anything to keep
-		r.servedLocked(o, rank, "done")
+		r.doneLocked(o, rank)
 	}
 	o.wakeLocked()
 	return nil
@@ -201,13 +227,19 @@ func (r *Registry) ownLocked(message string, owner tiers.Owner, id [16]byte) (*o
 
 func (o *offer) leaseKey() string { return "offer " + string(o.ID[:]) }
 
-// SessionEnded ends the offers of a session that nobody has claimed. Claims that are alive go on: their blocks are in the pool.
+// SessionEnded ends the offers of a session that nobody has claimed. Claims that are alive go on: their blocks are in the pool, or in memory that stays mapped. But nothing more will come.
 func (r *Registry) SessionEnded(owner tiers.Owner) {
 	r.mu.Lock()
 	defer r.unlock()
+	now := time.Now()
 	for _, o := range r.offers {
-		if o.owner == owner && o.state == Open {
+		switch {
+		case o.owner != owner:
+		case o.state == Open:
 			r.endLocked(o, "session ended")
+		case o.comes.IsZero() || o.comes.After(now):
+			o.comes = now
+			o.wakeLocked()
 		}
 	}
 }
@@ -219,19 +251,32 @@ func (r *Registry) endLocked(o *offer, reason string) {
 	}
 	o.changeState(evEnd)
 	o.reason, o.ended = reason, time.Now()
-	for rank := range o.TP {
-		r.servedLocked(o, rank, reason)
-	}
+	r.servedAllLocked(o)
 	o.wakeLocked()
 	r.cfg.Ledger.ReleaseKey(o.owner, o.leaseKey())
 	delete(r.offers, o.ID)
 	r.hashes -= o.blocks
-	o.Hashes, o.Blocks = nil, LentBlocks{}
+	o.Hashes = nil
 	r.order = append(r.order, o)
 	if over := len(r.order) - r.cfg.Limits.EndedKept; over > 0 {
 		r.order = append(r.order[:0], r.order[over:]...)
 	}
 	r.cfg.Counters.Add("offers", reason, 1)
+}
+
+// servedAllLocked tells all ranks of an offer that has ended.
+func (r *Registry) servedAllLocked(o *offer) {
+	for rank := range o.TP {
+		r.servedLocked(o, rank, o.reason)
+	}
+	o.Blocks = LentBlocks{}
+}
+
+// doneLocked tells a rank that was served whole, unless another claim of it still reads.
+func (r *Registry) doneLocked(o *offer, rank uint32) {
+	if o.reading[rank] == 0 {
+		r.servedLocked(o, rank, "done")
+	}
 }
 
 // Expire ends claims that were not renewed and offers whose lifetime is over.
@@ -244,8 +289,8 @@ func (r *Registry) Expire(now time.Time) {
 		}
 	}
 	for _, o := range r.offers {
-		if o.claims == 0 && !o.until.After(now) {
-			r.endLocked(o, "expired")
+		if o.overAt(now) {
+			r.endLocked(o, o.lapse())
 		}
 	}
 }

@@ -42,9 +42,10 @@ func (a *Admin) Status(context.Context, *pb.StatusRequest) (*pb.StatusResponse, 
 	r := &pb.StatusResponse{
 		Node: a.Node, Health: pb.Health_HEALTH_OK, Epoch: a.Epoch[:], StartedUnixMs: a.Started.UnixMilli(), Version: a.Build, Spaces: uint32(st.Spaces),
 		OffersOpen: uint32(a.Registry.OpenOffers()), TransfersQueued: uint32(link.Queued), TransfersRunning: uint32(link.Running), Draining: !a.Draining().IsZero(),
+		Claims: uint32(a.Registry.ActiveClaims()),
 		Tiers: []*pb.TierStatus{{
 			Tier: kvferry.DRAM.String(), CapacityBytes: st.CapacityBytes, UsedBytes: st.UsedBytes, FreeBytes: st.FreeBytes, Blocks: uint64(st.Blocks),
-			LeasedBlocks: uint64(st.Leases), PinnedSlots: uint64(st.Pins),
+			LeasedBlocks: uint64(st.Leases), PinnedSlots: uint64(st.Pins), FillingSlots: uint64(st.Filling),
 		}},
 		Problems: a.problems(st),
 	}
@@ -74,7 +75,7 @@ func LedgerCounters(c tiers.Counts) []counters.Count {
 		return counters.Count{Key: counters.Key{Name: name, Reason: reason}, Value: v}
 	}
 	return []counters.Count{
-		n("lookup_blocks", "dram", c.DRAM), n("lookup_blocks", "miss", c.Missed), n("removed_blocks", "evicted", c.Evicted), n("removed_blocks", "dropped", c.Dropped),
+		n("lookup_blocks", "dram", c.DRAM), n("lookup_blocks", "peer", c.Peer), n("lookup_blocks", "miss", c.Missed), n("removed_blocks", "evicted", c.Evicted), n("removed_blocks", "dropped", c.Dropped),
 		n("removed_blocks", "incomplete", c.Incomplete), n("slabs", "reclaimed", c.Reclaimed),
 	}
 }

@@ -37,6 +37,9 @@ func (m *Manager) Attach(token [16]byte, cred Credentials, entries []uint32, fds
 	}
 	s.log.Info("session attached")
 	s.send(Attached{})
+	if within, yes := m.drains(); yes { // it was not told before
+		s.send(Draining{within})
+	}
 	return d, nil
 }
 

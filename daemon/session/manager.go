@@ -38,8 +38,9 @@ type Limits struct {
 	LeaseDefault   time.Duration
 	LeaseMax       time.Duration
 	OfferLifetime  time.Duration
-	EventsUnread   int // events that a process may leave unread before its session is ended
-	BytesUnread    int // and bytes of them
+	FindTimeout    time.Duration // of asking peers for blocks in a Match; engines wait for less
+	EventsUnread   int           // events that a process may leave unread before its session is ended
+	BytesUnread    int           // and bytes of them
 	SpacesPerOwner int
 }
 
@@ -47,7 +48,7 @@ type Limits struct {
 var DefaultLimits = Limits{
 	Sessions: 1024, StoreBlocks: 64, LoadBlocks: 8192, MatchBlocks: 65536, AttachTimeout: 5 * time.Second,
 	StoreDeadline: 10 * time.Second, LoadDeadline: 10 * time.Second, DeadlineMax: time.Minute, LeaseDefault: 30 * time.Second, LeaseMax: 10 * time.Minute,
-	OfferLifetime: 2 * time.Minute, EventsUnread: 1 << 17, BytesUnread: 32 << 20, SpacesPerOwner: 16,
+	OfferLifetime: 2 * time.Minute, FindTimeout: 50 * time.Millisecond, EventsUnread: 1 << 17, BytesUnread: 32 << 20, SpacesPerOwner: 16,
 }
 
 // Config is what a Manager works with. All fields are set before New and never modified after it.
@@ -82,6 +83,7 @@ type Manager struct {
 	last     uint64
 	regions  kvferry.RegionID
 	draining bool
+	within   time.Duration // of draining
 	lendings lendings
 	finds    finds
 }
@@ -152,6 +154,17 @@ func (m *Manager) remove(s *Session) {
 	defer m.mu.Unlock()
 	delete(m.sessions, s.ID)
 	delete(m.tokens, s.token)
+	if s.hello.Role != Worker {
+		return
+	}
+	for _, o := range m.sessions {
+		if o.hello.Role == Scheduler && o.hello.Instance == s.hello.Instance {
+			if o.lost == nil {
+				o.lost = map[uint32]bool{}
+			}
+			o.lost[s.hello.Rank] = true
+		}
+	}
 }
 
 // takeToken finds the session that a token was given to, once.
@@ -194,13 +207,22 @@ func (m *Manager) All() []*Session {
 // Space is what is known of a space by its id; false where no process of this epoch has named it.
 func (m *Manager) Space(id kvferry.SpaceID) (kvferry.Space, bool) { return m.spaces.find(id) }
 
+// Served is what handoff.Config.Served calls.
+func (m *Manager) Served(instance string, rank uint32, offer [16]byte, reason string) {
+	for _, s := range m.All() {
+		if s.hello.Role == Worker && s.hello.Instance == instance && s.hello.Rank == rank {
+			s.tell(OfferServed{offer, reason})
+		}
+	}
+}
+
 // Drain tells every process that the daemon will stop and refuses new sessions and operations from now on.
 func (m *Manager) Drain(within time.Duration) {
 	m.mu.Lock()
-	m.draining = true
+	m.draining, m.within = true, within
 	m.mu.Unlock()
 	for _, s := range m.All() {
-		s.send(Draining{within})
+		s.tell(Draining{within})
 	}
 }
 
@@ -216,9 +238,15 @@ func (m *Manager) Busy() int {
 }
 
 func (m *Manager) isDraining() bool {
+	_, yes := m.drains()
+	return yes
+}
+
+// drains tells whether and within what time the daemon will stop.
+func (m *Manager) drains() (within time.Duration, yes bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	return m.draining
+	return m.within, m.draining
 }
 
 // CloseAll ends every session and returns when all of it is reclaimed.

@@ -1,6 +1,7 @@
 package session
 
 import (
+	"errors"
 	"time"
 
 	"github.com/kvferry/kvferry"
@@ -9,17 +10,33 @@ import (
 
 // Offer registers an offer of this engine.
 func (s *Session) Offer(r Offer) {
-	if err := s.checkOffer(&r); err != nil {
-		s.send(Refused{err})
+	err := s.checkOffer(&r)
+	if err == nil {
+		err = s.register(r)
+	}
+	if err == nil {
 		return
 	}
-	err := s.m.cfg.Offers.Register(s.owner(), handoff.Offer{
+	s.send(Refused{err})
+	if !errors.Is(err, handoff.ErrExists) {
+		s.keepNothing(r.ID, r.Blocks, "refused")
+	}
+}
+
+// keepNothing tells the workers of this engine that they need not keep blocks for what is no offer.
+func (s *Session) keepNothing(id [16]byte, blocks handoff.LentBlocks, reason string) {
+	for rank := range s.hello.Space.TP {
+		if blocks.IDs != nil {
+			s.m.Served(s.hello.Instance, rank, id, reason)
+		}
+	}
+}
+
+func (s *Session) register(r Offer) error {
+	return s.m.cfg.Offers.Register(s.owner(), handoff.Offer{
 		ID: r.ID, Secret: r.Secret, Space: r.Space, RequestID: r.RequestID, Instance: s.hello.Instance, TP: s.hello.Space.TP, Hashes: r.Hashes,
 		Tokens: r.Tokens, Lifetime: r.Lifetime, OpenEnded: r.OpenEnded, Blocks: r.Blocks,
 	})
-	if err != nil {
-		s.send(Refused{err})
-	}
 }
 
 // CompleteOffer ends the computing of an open-ended offer's prompt.
@@ -30,6 +47,9 @@ func (s *Session) CompleteOffer(id [16]byte, blocks handoff.LentBlocks) {
 	}
 	if err != nil {
 		s.send(Refused{err})
+	}
+	if errors.Is(err, handoff.ErrUnknown) {
+		s.keepNothing(id, blocks, "not known")
 	}
 }
 

@@ -27,7 +27,7 @@ type operation struct {
 	timer    *time.Timer     // load: deadline
 	stop     context.CancelFunc
 	writes   int                   // accept: transfers into lent blocks that are not quiet
-	reads    func()                // accept: gives back what the process reads of another worker's memory
+	reads    func(reason string)   // accept: gives back what the process reads of another worker's memory
 	found    map[kvferry.Hash]bool // load: the only blocks that a look-up has found at a peer; nil: none was
 	outcome  Outcome
 	reason   string

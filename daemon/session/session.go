@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"slices"
 	"sync"
@@ -37,12 +38,15 @@ type Session struct {
 	cancel   context.CancelCauseFunc
 	attached time.Time
 
+	lost map[uint32]bool // of a scheduler: ranks whose workers' sessions have ended in its time; guarded by Manager.mu
+
 	wordsMap *words
 	expiry   *time.Timer
 	wake     chan struct{}
 
 	mu         sync.Mutex
 	ready      bool // attached
+	greeted    bool // and told so
 	closing    bool
 	regions    map[uint32]*region
 	spaces     map[kvferry.SpaceID]tiers.SpaceRef // for a scheduler, the value is not used
@@ -188,6 +192,9 @@ func (s *Session) send(e Event) {
 	}
 	over := len(s.events) >= s.m.cfg.Limits.EventsUnread || s.unread > s.m.cfg.Limits.BytesUnread
 	if !over {
+		if _, ok := e.(Attached); ok {
+			s.greeted = true
+		}
 		s.events = append(s.events, e)
 		s.unread += sizeOf(e)
 	}
@@ -199,6 +206,16 @@ func (s *Session) send(e Event) {
 	select {
 	case s.wake <- struct{}{}:
 	default:
+	}
+}
+
+// tell queues an event that the process has not asked for. Before Attached it expects none, and has nothing to lose by not knowing.
+func (s *Session) tell(e Event) {
+	s.mu.Lock()
+	greeted := s.greeted
+	s.mu.Unlock()
+	if greeted {
+		s.send(e)
 	}
 }
 
@@ -299,7 +316,7 @@ func (s *Session) Close(reason error) {
 
 func closeReason(err error) string {
 	switch {
-	case err == nil, errors.Is(err, context.Canceled):
+	case err == nil, errors.Is(err, context.Canceled), errors.Is(err, io.EOF):
 		return "stream_ended"
 	case errors.Is(err, ErrProcessGone):
 		return "process_gone"

@@ -2,6 +2,7 @@ package process
 
 import (
 	"context"
+	"fmt"
 
 	"github.com/kvferry/kvferry"
 	"github.com/kvferry/kvferry/standin"
@@ -30,14 +31,23 @@ func (w *Worker) Check(ctx context.Context, blocks []uint32, hashes []kvferry.Ha
 	return call[BlocksArgs, uint64](ctx, w, "Check", BlocksArgs{blocks, hashes})
 }
 
+// Written counts bytes that were written since Scribble.
+func (w *Worker) Written(ctx context.Context, blocks []uint32) (uint64, error) {
+	return call[[]uint32, uint64](ctx, w, "Written", blocks)
+}
+
 // Store stores batches that are under way together.
 func (w *Worker) Store(ctx context.Context, batches ...standin.StoreRequest) (StoreReply, error) {
 	return call[StoreArgs, StoreReply](ctx, w, "Store", StoreArgs{batches})
 }
 
-// Load loads or accepts.
+// Load loads or accepts. Where it fails, the reply has what came before.
 func (w *Worker) Load(ctx context.Context, r standin.LoadRequest) (LoadReply, error) {
-	return call[standin.LoadRequest, LoadReply](ctx, w, "Load", r)
+	reply, err := call[standin.LoadRequest, LoadReply](ctx, w, "Load", r)
+	if err == nil && reply.Error != "" {
+		err = fmt.Errorf("worker %s: %s", w.Name, reply.Error)
+	}
+	return reply, err
 }
 
 // Match matches.

@@ -1,6 +1,7 @@
 package process
 
 import (
+	"flag"
 	"fmt"
 	"os"
 	"os/exec"
@@ -15,6 +16,8 @@ var daemonPath string
 
 func TestMain(m *testing.M) {
 	Main() // this executable is the workers' too
+	flag.Parse()
+	_ = flag.Set("test.parallel", "6") // most of what these tests do is to wait
 	os.Exit(func() int {
 		dir, err := os.MkdirTemp("", "kvferry-process-test-")
 		if err != nil {

@@ -6,6 +6,7 @@ import (
 	"os"
 	"os/exec"
 	"strings"
+	"sync/atomic"
 
 	"golang.org/x/sys/unix"
 )
@@ -15,28 +16,34 @@ type Network struct {
 	Here, There string // addresses of the link's two ends
 	path        string // of the other namespace
 	name        string
+	near, far   string // the link's ends; far is in the other namespace
 }
+
+// networks numbers those of this process.
+var networks atomic.Uint32
 
 // NewNetwork makes the other namespace and the link. It needs root and the ip command; where it fails, loopback addresses have to do.
 func NewNetwork() (*Network, error) {
-	id := os.Getpid() % 60000
-	n := &Network{name: fmt.Sprintf("kvferry-%d", id)}
-	third, fourth := id/64%256, id%64*4
-	n.Here, n.There = fmt.Sprintf("10.199.%d.%d", third, fourth+1), fmt.Sprintf("10.199.%d.%d", third, fourth+2)
+	// Names and addresses are those of a number that other processes do not take, most likely.
+	id := (os.Getpid()*16 + int(networks.Add(1)-1)) % 60000
+	n := &Network{name: fmt.Sprintf("kvferry-%d", id), near: fmt.Sprintf("kvf%da", id), far: fmt.Sprintf("kvf%db", id)}
+	subnet := fmt.Sprintf("10.%d.%d.", 199+id/(64*256), id/64%256)
+	n.Here, n.There = fmt.Sprint(subnet, id%64*4+1), fmt.Sprint(subnet, id%64*4+2)
 	n.path = "/run/netns/" + n.name
-	near, far := fmt.Sprintf("kvf%da", id), fmt.Sprintf("kvf%db", id)
+	if err := system("ip netns add " + n.name); err != nil {
+		return nil, err
+	}
 	for _, command := range []string{
-		"netns add " + n.name,
-		"link add " + near + " type veth peer name " + far + " netns " + n.name,
-		"addr add " + n.Here + "/30 dev " + near,
-		"link set " + near + " up",
-		"-n " + n.name + " addr add " + n.There + "/30 dev " + far,
-		"-n " + n.name + " link set " + far + " up",
+		"link add " + n.near + " type veth peer name " + n.far + " netns " + n.name,
+		"addr add " + n.Here + "/30 dev " + n.near,
+		"link set " + n.near + " up",
+		"-n " + n.name + " addr add " + n.There + "/30 dev " + n.far,
+		"-n " + n.name + " link set " + n.far + " up",
 		"-n " + n.name + " link set lo up",
 	} {
-		if out, err := exec.Command("ip", strings.Fields(command)...).CombinedOutput(); err != nil {
+		if err := system("ip " + command); err != nil {
 			_ = n.Close()
-			return nil, fmt.Errorf("ip %s: %w: %s", command, err, strings.TrimSpace(string(out)))
+			return nil, err
 		}
 	}
 	return n, nil
@@ -79,4 +86,13 @@ func inNetns(path string, f func() error) error {
 		}
 		return err
 	})
+}
+
+// system runs a command of the system.
+func system(command string) error {
+	words := strings.Fields(command)
+	if out, err := exec.Command(words[0], words[1:]...).CombinedOutput(); err != nil {
+		return fmt.Errorf("%s: %w: %s", command, err, strings.TrimSpace(string(out)))
+	}
+	return nil
 }

@@ -3,6 +3,7 @@ package process
 import (
 	"context"
 	"fmt"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -26,9 +27,13 @@ type NodeConfig struct {
 	PoolPath  string // on tmpfs
 	PoolBytes uint64
 	SlabBytes uint64
-	Listen    string   // host of peer and data ports; the ports are chosen by the system
+	Listen    string   // host of peer and data ports
+	Port      int      // of the Peer service, the next one is the data's; 0: both are chosen by the system
+	Metrics   string   // host:port of /metrics; empty: none
 	Network   *Network // where it is not nil, the node lives in the network's other namespace
 	Extra     string   // more YAML
+	// Supervise runs the daemon under a watchdog, which waits for a sign of life for so long; 0: without one.
+	Supervise time.Duration
 }
 
 // Node is a running daemon.
@@ -53,8 +58,12 @@ func StartNode(ctx context.Context, c NodeConfig) (*Node, error) {
 	if err := os.MkdirAll(c.SocketsDir(), 0o755); err != nil {
 		return nil, fmt.Errorf("start node %s: %w", c.Name, err)
 	}
-	config := fmt.Sprintf("node: %s\nsockets: {dir: %s}\npool: {path: %s, size: %d, slab: %d}\npeer: {listen: \"%s:0\"}\ndata: {listen: \"%s:0\"}\nmetrics: {listen: \"\"}\n%s",
-		c.Name, c.SocketsDir(), c.PoolPath, c.PoolBytes, c.SlabBytes, c.Listen, c.Listen, c.Extra)
+	data := 0
+	if c.Port > 0 {
+		data = c.Port + 1
+	}
+	config := fmt.Sprintf("node: %s\nsockets: {dir: %s}\npool: {path: %s, size: %d, slab: %d}\npeer: {listen: \"%s:%d\"}\ndata: {listen: \"%s:%d\"}\nmetrics: {listen: \"%s\"}\n%s",
+		c.Name, c.SocketsDir(), c.PoolPath, c.PoolBytes, c.SlabBytes, c.Listen, c.Port, c.Listen, data, c.Metrics, c.Extra)
 	path := filepath.Join(c.Dir, "kvferryd.yaml")
 	if err := os.WriteFile(path, []byte(config), 0o644); err != nil {
 		return nil, fmt.Errorf("start node %s: %w", c.Name, err)
@@ -64,7 +73,12 @@ func StartNode(ctx context.Context, c NodeConfig) (*Node, error) {
 		return nil, fmt.Errorf("start node %s: %w", c.Name, err)
 	}
 	defer log.Close()
-	n := &Node{NodeConfig: c, cmd: exec.Command(c.Daemon, "--config", path), dead: make(chan struct{})}
+	args := []string{"--config", path}
+	if c.Supervise > 0 {
+		args = append(args, "--supervise", "--watchdog-timeout", c.Supervise.String())
+	}
+	n := &Node{NodeConfig: c, cmd: exec.Command(c.Daemon, args...), dead: make(chan struct{})}
+	n.cmd.Env = append(os.Environ(), "TMPDIR="+c.Dir) // a watchdog that is killed leaves its socket there
 	n.cmd.Stdout, n.cmd.Stderr = log, log
 	n.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	netns := ""
@@ -78,15 +92,15 @@ func StartNode(ctx context.Context, c NodeConfig) (*Node, error) {
 		_ = n.cmd.Wait()
 		close(n.dead)
 	}()
-	if err := n.ready(ctx); err != nil {
+	if err := n.Ready(ctx); err != nil {
 		n.Kill()
 		return nil, fmt.Errorf("start node %s: %w; its log ends:\n%s", c.Name, err, n.LogTail())
 	}
 	return n, nil
 }
 
-// ready waits until the daemon answers its Admin socket.
-func (n *Node) ready(ctx context.Context) error {
+// Ready waits until the daemon answers its Admin socket.
+func (n *Node) Ready(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, 20*time.Second)
 	defer cancel()
 	for {
@@ -104,27 +118,68 @@ func (n *Node) ready(ctx context.Context) error {
 }
 
 // Status asks the daemon how it is.
-func (n *Node) Status(ctx context.Context) (*kvferryv1.StatusResponse, error) {
-	conn, err := grpc.NewClient("unix:"+n.AdminSocket(), grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithNoProxy())
-	if err != nil {
-		return nil, err
-	}
-	defer conn.Close()
-	return kvferryv1.NewAdminClient(conn).Status(ctx, &kvferryv1.StatusRequest{})
+func (n *Node) Status(ctx context.Context) (r *kvferryv1.StatusResponse, err error) {
+	err = n.Admin(func(c kvferryv1.AdminClient) error {
+		r, err = c.Status(ctx, &kvferryv1.StatusRequest{})
+		return err
+	})
+	return r, err
 }
 
-// Pid is the daemon's process id.
+// Admin is for the daemon's Admin service.
+func (n *Node) Admin(use func(kvferryv1.AdminClient) error) error {
+	conn, err := grpc.NewClient("unix:"+n.AdminSocket(), grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithNoProxy())
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	return use(kvferryv1.NewAdminClient(conn))
+}
+
+// Pid is the process id of what was started: the daemon, or its watchdog.
 func (n *Node) Pid() int { return n.cmd.Process.Pid }
+
+// DaemonPid is the process id of the daemon that serves, under a watchdog or not: the kernel tells who listens.
+func (n *Node) DaemonPid() (int, error) {
+	c, err := net.Dial("unix", n.AdminSocket())
+	if err != nil {
+		return 0, fmt.Errorf("find daemon: %w", err)
+	}
+	defer c.Close()
+	raw, err := c.(*net.UnixConn).SyscallConn()
+	if err != nil {
+		return 0, fmt.Errorf("find daemon: %w", err)
+	}
+	var who *unix.Ucred
+	var serr error
+	if err := raw.Control(func(fd uintptr) { who, serr = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) }); err != nil {
+		return 0, fmt.Errorf("find daemon: %w", err)
+	}
+	if serr != nil {
+		return 0, fmt.Errorf("find daemon: %w", serr)
+	}
+	return int(who.Pid), nil
+}
 
 // Freeze stops the daemon (SIGSTOP), and returns when it has stopped.
 func (n *Node) Freeze() error {
-	if err := syscall.Kill(n.Pid(), syscall.SIGSTOP); err != nil {
+	pid, err := n.DaemonPid()
+	if err != nil {
+		return err
+	}
+	if err := freeze(pid); err != nil {
 		return fmt.Errorf("freeze daemon: %w", err)
 	}
-	if err := unix.Waitid(unix.P_PID, n.Pid(), nil, unix.WSTOPPED|unix.WNOWAIT, nil); err != nil {
-		return fmt.Errorf("wait for daemon to be frozen: %w", err)
-	}
 	return nil
+}
+
+// Thaw lets a frozen daemon go on.
+func (n *Node) Thaw() error {
+	pid, err := n.DaemonPid()
+	if err != nil {
+		return err
+	}
+	return syscall.Kill(pid, syscall.SIGCONT)
 }
 
 // Dead is closed when the daemon has ended.

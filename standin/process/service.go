@@ -22,6 +22,7 @@ type Service struct {
 	scheduler *standin.Session
 	table     *standin.Table
 	scratch   scratch
+	gate      gate
 }
 
 // AttachArgs says where and as what to attach. A worker process has a worker session, and a scheduler session beside it, as engines with one rank do.
@@ -30,7 +31,8 @@ type AttachArgs struct {
 	Instance   string
 	Shape      standin.Shape
 	Staging    bool
-	Pooled     bool // neither reads lent memory nor lends
+	Pooled     bool   // neither reads lent memory nor lends
+	TP         uint32 // of the space; 0 is 1. The worker is rank 0 of so many all the same
 }
 
 // Space is the space of all stand-ins of one shape.
@@ -39,44 +41,45 @@ func Space(s standin.Shape) *kvferryv1.Space {
 		Layout: "standin/v1", Tp: 1, Pp: 1, Dcp: 1, ShardKind: kvferryv1.ShardKind_SHARD_KIND_SHARDED, HashAlgorithm: "sha256_cbor"}
 }
 
-// Attach makes the memory and opens both sessions.
-func (s *Service) Attach(a AttachArgs, _ *struct{}) error {
+// Attach makes the memory and opens both sessions. What is attached already keeps its memory, and opens new sessions, as after the daemon's death.
+func (s *Service) Attach(a AttachArgs, _ *struct{}) (err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.memory != nil {
-		return errors.New("attached already")
+	if s.worker != nil {
+		_ = s.scheduler.Close()
+		_ = s.worker.Close()
+		s.scheduler, s.worker = nil, nil
+	}
+	if s.memory == nil {
+		if s.memory, err = standin.NewMemory(a.Shape); err != nil {
+			return err
+		}
+	}
+	if s.table == nil {
+		if s.table, err = standin.NewTable(a.Shape.Blocks); err != nil {
+			return err
+		}
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), callTimeout)
 	defer cancel()
-	m, err := standin.NewMemory(a.Shape)
-	if err != nil {
-		return err
+	c := standin.Config{SocketsDir: a.SocketsDir, Role: kvferryv1.Role_ROLE_WORKER, Instance: a.Instance, Space: Space(a.Shape), Memory: s.memory, Pooled: a.Pooled, Copying: s.gate.pass}
+	if a.TP > 0 {
+		c.Space.Tp = a.TP
 	}
-	c := standin.Config{SocketsDir: a.SocketsDir, Role: kvferryv1.Role_ROLE_WORKER, Instance: a.Instance, Space: Space(a.Shape), Memory: m, Pooled: a.Pooled}
 	if a.Staging {
 		c.Kind = kvferryv1.RegionKind_REGION_KIND_STAGING
 	}
 	w, err := standin.Attach(ctx, c)
 	if err != nil {
-		_ = m.Close()
 		return err
 	}
-	c.Role, c.Memory, c.Kind = kvferryv1.Role_ROLE_SCHEDULER, nil, 0
-	table, err := standin.NewTable(a.Shape.Blocks)
-	if err != nil {
-		_ = w.Close()
-		_ = m.Close()
-		return err
-	}
-	c.Table = table
+	c.Role, c.Memory, c.Kind, c.Table = kvferryv1.Role_ROLE_SCHEDULER, nil, 0, s.table
 	sched, err := standin.Attach(ctx, c)
 	if err != nil {
-		_ = table.Close()
 		_ = w.Close()
-		_ = m.Close()
 		return err
 	}
-	s.memory, s.worker, s.scheduler, s.table = m, w, sched, table
+	s.worker, s.scheduler = w, sched
 	return nil
 }
 
@@ -84,7 +87,7 @@ func (s *Service) Attach(a AttachArgs, _ *struct{}) error {
 func (s *Service) parts() (m *standin.Memory, worker, scheduler *standin.Session, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.memory == nil {
+	if s.worker == nil {
 		return nil, nil, nil, errors.New("not attached")
 	}
 	return s.memory, s.worker, s.scheduler, nil
@@ -93,13 +96,17 @@ func (s *Service) parts() (m *standin.Memory, worker, scheduler *standin.Session
 func (s *Service) close() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.memory != nil {
+	s.gate.open()
+	if s.worker != nil {
 		_ = s.scheduler.Close()
 		_ = s.worker.Close()
+	}
+	if s.table != nil {
 		_ = s.table.Close()
-		_ = s.memory.Close()
-		if s.scratch.memory != nil {
-			_ = s.scratch.memory.Close()
+	}
+	for _, m := range []*standin.Memory{s.memory, s.scratch.memory} {
+		if m != nil {
+			_ = m.Close()
 		}
 	}
 }
@@ -142,6 +149,18 @@ func (s *Service) Check(a BlocksArgs, wrong *uint64) error {
 	}
 	for i, b := range a.Blocks {
 		*wrong += m.Wrong(b, a.Hashes[i])
+	}
+	return nil
+}
+
+// Written counts bytes that were written since the blocks were scribbled.
+func (s *Service) Written(blocks []uint32, written *uint64) error {
+	m, _, _, err := s.parts()
+	if err != nil {
+		return err
+	}
+	for _, b := range blocks {
+		*written += m.Written(b)
 	}
 	return nil
 }
@@ -191,6 +210,7 @@ func (s *Service) Store(a StoreArgs, r *StoreReply) error {
 type LoadReply struct {
 	Report standin.LoadReport
 	Took   time.Duration
+	Error  string // why not all of it has an answer
 }
 
 // Load loads or accepts.
@@ -204,7 +224,10 @@ func (s *Service) Load(a standin.LoadRequest, r *LoadReply) error {
 	start := time.Now()
 	report, err := worker.Load(ctx, a)
 	r.Took, r.Report = time.Since(start), *report
-	return err
+	if err != nil {
+		r.Error = err.Error()
+	}
+	return nil
 }
 
 // MatchArgs asks for a prompt.
@@ -213,12 +236,16 @@ type MatchArgs struct {
 	Hashes    []kvferry.Hash
 	LeaseMs   uint32
 	Times     int // how often, one after the other; 0 is once
+	Peers     []string
+	ComputeUs uint32
 }
 
 // MatchReply has the blocks of the last answer, and how long each took.
 type MatchReply struct {
-	Blocks uint32
-	Took   []time.Duration
+	Blocks     uint32
+	PeerBlocks uint32
+	PeerReason string
+	Took       []time.Duration
 }
 
 // Match matches on the scheduler session.
@@ -231,12 +258,12 @@ func (s *Service) Match(a MatchArgs, r *MatchReply) error {
 	defer cancel()
 	for range max(1, a.Times) {
 		start := time.Now()
-		m, err := scheduler.Match(ctx, a.RequestID, a.Hashes, a.LeaseMs)
+		m, err := scheduler.MatchPeers(ctx, a.RequestID, a.Hashes, a.LeaseMs, a.Peers, a.ComputeUs)
 		if err != nil {
 			return err
 		}
 		r.Took = append(r.Took, time.Since(start))
-		r.Blocks = m.Blocks
+		r.Blocks, r.PeerBlocks, r.PeerReason = m.Blocks, m.PeerBlocks, m.PeerReason
 	}
 	return nil
 }

@@ -121,3 +121,9 @@ func (w *Worker) wait() {
 	})
 	<-w.ended
 }
+
+// Freeze stops the process (SIGSTOP), and returns when it has stopped.
+func (w *Worker) Freeze() error { return freeze(w.Pid()) }
+
+// Thaw lets a frozen process go on.
+func (w *Worker) Thaw() error { return syscall.Kill(w.Pid(), syscall.SIGCONT) }

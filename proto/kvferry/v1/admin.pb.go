@@ -189,6 +189,7 @@ type TierStatus struct {
 	Blocks        uint64                 `protobuf:"varint,5,opt,name=blocks,proto3" json:"blocks,omitempty"`                        // matchable
 	LeasedBlocks  uint64                 `protobuf:"varint,6,opt,name=leased_blocks,json=leasedBlocks,proto3" json:"leased_blocks,omitempty"`
 	PinnedSlots   uint64                 `protobuf:"varint,7,opt,name=pinned_slots,json=pinnedSlots,proto3" json:"pinned_slots,omitempty"`
+	FillingSlots  uint64                 `protobuf:"varint,8,opt,name=filling_slots,json=fillingSlots,proto3" json:"filling_slots,omitempty"` // being written
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -272,6 +273,13 @@ func (x *TierStatus) GetPinnedSlots() uint64 {
 	return 0
 }
 
+func (x *TierStatus) GetFillingSlots() uint64 {
+	if x != nil {
+		return x.FillingSlots
+	}
+	return 0
+}
+
 // Counter is one accounted event since the daemon's start, by reason.
 type Counter struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -350,6 +358,7 @@ type StatusResponse struct {
 	TransfersRunning uint32                 `protobuf:"varint,13,opt,name=transfers_running,json=transfersRunning,proto3" json:"transfers_running,omitempty"`
 	Counters         []*Counter             `protobuf:"bytes,14,rep,name=counters,proto3" json:"counters,omitempty"`
 	Draining         bool                   `protobuf:"varint,15,opt,name=draining,proto3" json:"draining,omitempty"`
+	Claims           uint32                 `protobuf:"varint,16,opt,name=claims,proto3" json:"claims,omitempty"` // of this node's offers, that have not ended
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
 }
@@ -487,6 +496,13 @@ func (x *StatusResponse) GetDraining() bool {
 		return x.Draining
 	}
 	return false
+}
+
+func (x *StatusResponse) GetClaims() uint32 {
+	if x != nil {
+		return x.Claims
+	}
+	return 0
 }
 
 type WorkersRequest struct {
@@ -1793,7 +1809,7 @@ const file_kvferry_v1_admin_proto_rawDesc = "" +
 	"\tcomponent\x18\x01 \x01(\tR\tcomponent\x12\x16\n" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\x12\"\n" +
 	"\rsince_unix_ms\x18\x03 \x01(\x03R\vsinceUnixMs\x12!\n" +
-	"\fnext_command\x18\x04 \x01(\tR\vnextCommand\"\xe5\x01\n" +
+	"\fnext_command\x18\x04 \x01(\tR\vnextCommand\"\x8a\x02\n" +
 	"\n" +
 	"TierStatus\x12\x12\n" +
 	"\x04tier\x18\x01 \x01(\tR\x04tier\x12%\n" +
@@ -1804,11 +1820,12 @@ const file_kvferry_v1_admin_proto_rawDesc = "" +
 	"free_bytes\x18\x04 \x01(\x04R\tfreeBytes\x12\x16\n" +
 	"\x06blocks\x18\x05 \x01(\x04R\x06blocks\x12#\n" +
 	"\rleased_blocks\x18\x06 \x01(\x04R\fleasedBlocks\x12!\n" +
-	"\fpinned_slots\x18\a \x01(\x04R\vpinnedSlots\"K\n" +
+	"\fpinned_slots\x18\a \x01(\x04R\vpinnedSlots\x12#\n" +
+	"\rfilling_slots\x18\b \x01(\x04R\ffillingSlots\"K\n" +
 	"\aCounter\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\x12\x14\n" +
-	"\x05value\x18\x03 \x01(\x04R\x05value\"\x9f\x04\n" +
+	"\x05value\x18\x03 \x01(\x04R\x05value\"\xb7\x04\n" +
 	"\x0eStatusResponse\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\tR\x04node\x12*\n" +
 	"\x06health\x18\x02 \x01(\x0e2\x12.kvferry.v1.HealthR\x06health\x12/\n" +
@@ -1828,7 +1845,8 @@ const file_kvferry_v1_admin_proto_rawDesc = "" +
 	"\x10transfers_queued\x18\f \x01(\rR\x0ftransfersQueued\x12+\n" +
 	"\x11transfers_running\x18\r \x01(\rR\x10transfersRunning\x12/\n" +
 	"\bcounters\x18\x0e \x03(\v2\x13.kvferry.v1.CounterR\bcounters\x12\x1a\n" +
-	"\bdraining\x18\x0f \x01(\bR\bdraining\"\x10\n" +
+	"\bdraining\x18\x0f \x01(\bR\bdraining\x12\x16\n" +
+	"\x06claims\x18\x10 \x01(\rR\x06claims\"\x10\n" +
 	"\x0eWorkersRequest\"\xbc\x04\n" +
 	"\x06Worker\x12\x1d\n" +
 	"\n" +
