@@ -54,6 +54,9 @@ func NewMemory(s Shape) (*Memory, error) {
 	return m, nil
 }
 
+// Chmod sets the memfd's mode: who may open it once more, and how. NewMemory lets nobody open it for writing.
+func (m *Memory) Chmod(mode os.FileMode) error { return m.file.Chmod(mode) }
+
 // Close unmaps the memory. No session may use it any more.
 func (m *Memory) Close() error {
 	if m.Data == nil {
