@@ -96,6 +96,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             engine_version=vllm.__version__[:64],
             serving_address=config.serving_address,
             tenant=config.tenant,
+            # vLLM makes it anew for each start, also where the user has set the engine's id.
+            engine_start=vllm_config.instance_id[:128],
         )
         if role == KVConnectorRole.SCHEDULER:
             hello.role = pb.ROLE_SCHEDULER
