@@ -248,15 +248,13 @@ static void load_lent_block(const batch *b, size_t i, kvcopy_seg *segs) {
         const plane *to = &b->dst_planes.at[p], *from = &b->src_planes.at[p];
         segs[p] = (kvcopy_seg){b->dst + to->base + to->stride * b->dst_ids[i], b->src + from->base + from->stride * b->src_ids[i], to->bytes};
     }
-    uint32_t crc = 0; // nobody knows what it should be
-    kvcopy_copy(segs, b->dst_planes.n, &crc, KVCOPY_NT);
+    kvcopy_copy(segs, b->dst_planes.n, NULL, KVCOPY_NT);
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    b->status[i] = __atomic_load_n(entry, __ATOMIC_RELAXED) != b->generations[i] ? CHANGED : LOADED;
+    b->status[i] = __atomic_load_n(entry, __ATOMIC_RELAXED) == b->generations[i] ? LOADED : CHANGED;
 }
 
 PyDoc_STRVAR(load_lent_doc, "load_lent(dst, dst_planes, dst_ids, src, src_planes, src_ids, table, ready, generations, threads) -> bytes\n--\n\n"
-                            "Copies blocks out of another process's KV memory and checks each one's entry of its generation table, before and\n"
-                            "after.");
+                            "Copies blocks out of another process's KV memory and checks each one's entry of its generation table, before and after.");
 
 static PyObject *load_lent(PyObject *self, PyObject *args) {
     (void)self;

@@ -176,6 +176,7 @@ def test_load_lent():
         ({"table": bytearray(16)}, "src_ids: block 2 has no entry"),
         ({"src_planes": planes((0, 112, 64))}, "src_planes: they do not match"),
         ({"generations": array("Q", [7])}, "generations: want 2 entries"),
+        ({"ready": b""}, "ready: want 2 entries"),
     ],
 )
 def test_load_lent_refuses(change, message):

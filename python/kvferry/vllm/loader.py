@@ -256,7 +256,7 @@ class Loader:
             self._config.copy_threads,
         )
         self._loaded(load, [indices[i] for i, s in enumerate(status) if s == _native.LOADED], "lent")
-        self._ask_again(load, {indices[i]: _WRONG[s] for i, s in enumerate(status) if s in _WRONG})
+        self._ask_again(load, {indices[i]: "generation" for i, s in enumerate(status) if s == _native.CHANGED})
 
     def _ask_again(self, load: _Load, reasons: dict[int, str]) -> None:
         for i in [i for i in reasons if i in load.again]:
