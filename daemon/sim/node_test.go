@@ -200,7 +200,8 @@ func (d *daemon) close() {
 	d.end()
 	d.fetcher.Close()
 	d.link.Close()
-	synctest.Wait() // whoever reads the pool has seen that it is gone
+	d.registry.Expire(time.Now().Add(time.Hour)) // what a dead process has mapped is gone with it
+	synctest.Wait()                              // whoever reads the pool has seen that it is gone
 	for _, c := range d.counters.All() {
 		d.node.w.saw(c.Name+"/"+c.Reason, int(c.Value))
 	}
