@@ -37,8 +37,10 @@ type FetchRequest struct {
 	Into *Destination
 	// Pooled says why nothing is written into worker memory, for people.
 	Pooled string
-	// ReadsLent: the worker reads memory that other workers of this node lend.
+	// ReadsLent: the worker reads memory that other workers of this node lend, of these planes, until a moment that is later than the fetch's deadline.
 	ReadsLent bool
+	Planes    []kvferry.Plane
+	Until     time.Time
 	// Arrived is called, from Fetch's own goroutine, with the indexes of blocks that have come while others are still on their way. May be nil.
 	Arrived func(at []int)
 }
@@ -85,8 +87,6 @@ type FetchResult struct {
 type LentPlace struct {
 	Block      uint32
 	Generation uint64
-	CRC32C     uint32
-	Checked    bool // CRC32C is known
 }
 
 // Control is the Peer service of other daemons; package rpc has the client.
@@ -269,9 +269,7 @@ func (f *Fetcher) local(ctx context.Context, q FetchRequest, out *FetchResult) e
 		if !q.ReadsLent {
 			c.Path = "pool of this node: the decode worker does not read lent memory"
 		}
-		if until, ok := ctx.Deadline(); ok {
-			c.Lease = 2 * time.Until(until) // the worker reads until the operation's own deadline, which is a little later
-		}
+		c.Planes, c.Lease = q.Planes, time.Until(q.Until)
 		a, err := f.cfg.Registry.Claim(ctx, c)
 		if err != nil || (a.Key == [16]byte{} && !f.patient(ctx, a, begun)) {
 			f.endLocal(key, out, "failed")
@@ -298,7 +296,7 @@ func (out *FetchResult) take(q FetchRequest, a ClaimAnswer, at []int) (pending [
 			out.Status[i] = Fetched
 		case InLent:
 			out.Status[i], out.Memory = Readable, a.Lent
-			out.Lent[i] = LentPlace{a.Blocks[k], a.Generations[k], a.CRC32C[k], a.Checked[k]}
+			out.Lent[i] = LentPlace{a.Blocks[k], a.Generations[k]}
 		case Missing:
 			out.Status[i] = NotThere
 			continue

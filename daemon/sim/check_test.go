@@ -50,13 +50,9 @@ func (n *node) checkClaims() {
 // checkOffers: an offer ends with its scheduler unless it was claimed, and when every rank has what it wanted; and its lease with it.
 func (n *node) checkOffers() {
 	d := n.daemon
-	registered, over := 0, 0
+	registered, over := int(d.counters.Value("offers", "registered")), 0
 	for _, c := range d.counters.All() {
-		switch {
-		case c.Name != "offers":
-		case c.Reason == "registered":
-			registered = int(c.Value)
-		default:
+		if c.Name == "offers" && c.Reason != "registered" && c.Reason != "refused" {
 			over += int(c.Value)
 		}
 	}

@@ -186,6 +186,9 @@ func memfd(w *world, bytes int64) *os.File {
 	if err == nil {
 		_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK)
 	}
+	if err == nil {
+		err = unix.Fchmod(fd, 0o444)
+	}
 	if err != nil {
 		w.fatalf("memfd: %v", err)
 	}

@@ -26,6 +26,9 @@ type engine struct {
 func (w *world) newEngine(name string, ranks uint32) *engine {
 	e := &engine{name: name, ranks: ranks, found: map[string]bool{}, file: memfd(w, 8*blocksOfWorker)}
 	e.table = w.mmap(e.file, 8*blocksOfWorker, unix.PROT_READ|unix.PROT_WRITE)
+	if _, err := unix.FcntlInt(e.file.Fd(), unix.F_ADD_SEALS, unix.F_SEAL_FUTURE_WRITE); err != nil {
+		w.fatalf("seal the table: %v", err)
+	}
 	return e
 }
 

@@ -266,7 +266,7 @@ func (c *control) Confirm(ctx context.Context, address string, epoch kvferry.Epo
 		}
 		w := to.node.w
 		w.book.renewed(key)
-		if p.held, p.crcs, err = to.registry.Confirm(key, offsets); err != nil {
+		if p.held, p.crcs, err = to.registry.Confirm(ctx, key, offsets); err != nil {
 			return p, err
 		}
 		for i, held := range p.held {
