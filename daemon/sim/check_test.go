@@ -56,7 +56,7 @@ func (n *node) checkOffers() {
 			offers[c.Reason] = int(c.Value)
 		}
 	}
-	if ended := offers["done"] + offers["expired"] + offers["session ended"] + offers["withdrawn"]; ended+d.registry.OpenOffers() != offers["registered"] {
+	if ended := offers["done"] + offers["expired"] + offers["session ended"] + offers["withdrawn"] + offers["not claimed again"]; ended+d.registry.OpenOffers() != offers["registered"] {
 		n.w.fatalf("%s: of %d offers %d have ended and %d have not", n.name, offers["registered"], ended, d.registry.OpenOffers())
 	}
 	schedulers, leases := map[string]bool{}, map[string]int{}
