@@ -91,6 +91,8 @@ type HandoffConfig struct {
 	// Direct is whether blocks from other nodes are written straight into workers' memory: auto, on or off. It is safe only where something kills this process when it
 	// freezes; auto is on under a watchdog that it sees.
 	Direct string `yaml:"direct"`
+	// LookupTimeout bounds how long a look-up waits for other nodes that may have more of a prompt.
+	LookupTimeout Duration `yaml:"lookupTimeout"`
 }
 
 // direct tells whether blocks are written into workers' memory.
@@ -116,7 +118,7 @@ func DefaultConfig() Config {
 		Log:     LogConfig{Level: "info", Format: "text"},
 		Copy:    CopyConfig{Transfers: 2, Threads: 2, Queue: 1024},
 		Offer:   OfferConfig{Lifetime: Duration(2 * time.Minute)},
-		Handoff: HandoffConfig{Direct: "auto"},
+		Handoff: HandoffConfig{Direct: "auto", LookupTimeout: Duration(50 * time.Millisecond)},
 		Drain:   DrainConfig{Timeout: Duration(20 * time.Second)},
 	}
 }
@@ -228,7 +230,8 @@ func (c *Config) validateRest() error {
 		key       string
 		value     Duration
 		low, high time.Duration
-	}{{"offer.lifetime", c.Offer.Lifetime, time.Second, time.Hour}, {"drain.timeout", c.Drain.Timeout, 0, 10 * time.Minute}} {
+	}{{"offer.lifetime", c.Offer.Lifetime, time.Second, time.Hour}, {"drain.timeout", c.Drain.Timeout, 0, 10 * time.Minute},
+		{"handoff.lookupTimeout", c.Handoff.LookupTimeout, time.Millisecond, 10 * time.Second}} {
 		if time.Duration(d.value) < d.low || time.Duration(d.value) > d.high {
 			return fmt.Errorf("%s: %v: must be %v to %v", d.key, time.Duration(d.value), d.low, d.high)
 		}

@@ -169,7 +169,7 @@ func (d *Daemon) makeParts() {
 		},
 	})
 	limits := session.DefaultLimits
-	limits.OfferLifetime = time.Duration(d.cfg.Offer.Lifetime)
+	limits.OfferLifetime, limits.FindTimeout = time.Duration(d.cfg.Offer.Lifetime), time.Duration(d.cfg.Handoff.LookupTimeout)
 	d.sessions = session.New(session.Config{
 		Ledger: d.ledger, Pool: memory, PoolFile: d.pool.ReadOnly(), Local: d.local, Offers: d.registry, Fetcher: d.fetcher, Limits: limits,
 		Counters: &d.counters, Log: component("session"), Allowed: d.allowed, Direct: d.cfg.direct(),

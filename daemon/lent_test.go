@@ -75,6 +75,9 @@ func (l *lender) served(t *testing.T, id [16]byte, want string) {
 	}
 }
 
+// patient lets look-ups wait for other nodes as long as a busy machine takes.
+func patient(c *Config) { c.Handoff.LookupTimeout = Duration(5 * time.Second) }
+
 func supervised(c *Config) { c.Supervised = true }
 
 // On one node the decode worker copies out of the prefill worker's memory: nothing was stored.
@@ -229,7 +232,7 @@ func TestOpenEnded(t *testing.T) {
 
 // What another node's decode worker has stored is found there by the next turn, and fetched where that beats computing.
 func TestFetchFromAPeer(t *testing.T) {
-	a, b := newNode(t), newNode(t)
+	a, b := newNode(t, patient), newNode(t)
 	s, m := b.attach(worker, func(c *standin.Config) { c.Instance = "decode" })
 	w, wm := a.attach(worker)
 	sched, _ := a.attach(scheduler)
@@ -280,7 +283,7 @@ func TestConfirmOfOthers(t *testing.T) {
 	hashes, _ := prompt(4, 3)
 	p.compute(10, hashes)
 	_, _ = p.offer(t, 10, hashes)
-	if _, _, err := a.registry.Confirm([16]byte{1}, []uint64{1 << 63}); err == nil {
+	if _, _, err := a.registry.Confirm(t.Context(), [16]byte{1}, []uint64{1 << 63}); err == nil {
 		t.Error("a claim that is not there was confirmed")
 	}
 }

@@ -56,6 +56,18 @@ func OpenHost(fd *os.File, bytes uint64, access Access) (*Mapping, error) {
 	return &Mapping{mem: mem}, nil
 }
 
+// WriteProtected tells whether a process of another uid that gets a descriptor of this memfd for reading can only read: a memfd's mode is 0777 at first, and its owner has to take that back.
+func WriteProtected(fd *os.File) bool {
+	var st unix.Stat_t
+	return unix.Fstat(int(fd.Fd()), &st) == nil && st.Mode&0o222 == 0
+}
+
+// SealedForOthers tells whether nobody but those who have mapped it so already can write to a memfd.
+func SealedForOthers(fd *os.File) bool {
+	seals, err := unix.FcntlInt(fd.Fd(), unix.F_GET_SEALS, 0)
+	return err == nil && seals&unix.F_SEAL_FUTURE_WRITE != 0
+}
+
 // ReadOnly opens a memfd once more, to be handed to others, who may map it for reading.
 func ReadOnly(fd *os.File) (*os.File, error) {
 	f, err := os.OpenFile(fmt.Sprintf("/proc/self/fd/%d", fd.Fd()), os.O_RDONLY, 0)

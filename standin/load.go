@@ -61,7 +61,7 @@ func (s *Session) Load(ctx context.Context, r LoadRequest) (*LoadReport, error) 
 	if e := s.send(&kvferryv1.SessionRequest{Message: &kvferryv1.SessionRequest_Release{Release: release}}); err == nil {
 		err = e
 	}
-	if r.Direct && report.Delivered < len(r.Blocks) {
+	if r.Direct && s.Welcome.Direct && report.Delivered < len(r.Blocks) {
 		o.waitQuiet() // whatever came of it: nobody may write there any more
 	}
 	if err != nil {
@@ -126,7 +126,7 @@ func (s *Session) copyBlocks(ctx context.Context, r *kvferryv1.LoadResult, block
 				report.Loaded++
 				report.Delivered++
 				continue
-			case kvferryv1.BlockSource_BLOCK_SOURCE_LENT, kvferryv1.BlockSource_BLOCK_SOURCE_LENT_UNCHECKED:
+			case kvferryv1.BlockSource_BLOCK_SOURCE_LENT:
 				lent = append(lent, i)
 				continue
 			}
@@ -162,7 +162,10 @@ func (s *Session) copying(blocks int) {
 	}
 }
 
-// miss notes a block whose generation or checksum did not hold.
+// changed notes a block that another worker no longer lends.
+func (r *LoadReport) changed(i int) { r.Status[i] = kvferryv1.BlockStatus_BLOCK_STATUS_MISS }
+
+// miss notes a block of the pool whose generation or checksum did not hold.
 func (r *LoadReport) miss(i int) {
 	r.Status[i] = kvferryv1.BlockStatus_BLOCK_STATUS_MISS
 	r.Wrong++

@@ -42,6 +42,9 @@ func NewMemory(s Shape) (*Memory, error) {
 		_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK)
 	}
 	if err == nil {
+		err = m.file.Chmod(0o444) // whoever it is lent to shall not open it for writing
+	}
+	if err == nil {
 		m.Data, err = unix.Mmap(fd, 0, int(s.Bytes()), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	}
 	if err != nil {
@@ -50,6 +53,9 @@ func NewMemory(s Shape) (*Memory, error) {
 	}
 	return m, nil
 }
+
+// Chmod sets the memfd's mode: who may open it once more, and how. NewMemory lets nobody open it for writing.
+func (m *Memory) Chmod(mode os.FileMode) error { return m.file.Chmod(mode) }
 
 // Close unmaps the memory. No session may use it any more.
 func (m *Memory) Close() error {

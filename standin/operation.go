@@ -128,7 +128,9 @@ func (o *Operation) Wait(ctx context.Context) (*kvferryv1.OperationEnd, error) {
 // waitQuiet returns when the daemon cannot write into the operation's blocks any more: it says so, or it is dead. Nothing else proves it.
 func (o *Operation) waitQuiet() {
 	const look = 5 * time.Millisecond // where the session is lost, nobody tells
-	for t := time.NewTicker(look); ; <-t.C {
+	t := time.NewTicker(look)
+	defer t.Stop()
+	for ; ; <-t.C {
 		select {
 		case <-o.ended:
 			o.mu.Lock()

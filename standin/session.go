@@ -40,6 +40,7 @@ type Config struct {
 	Memory      *Memory                  // of a worker
 	Table       *Table                   // of a scheduler: with it, offers lend blocks
 	Kind        kvferryv1.RegionKind     // 0 is SHARED_HOST
+	EngineStart string                   // names this start of the engine
 	Pooled      bool                     // a worker that neither reads lent memory nor lends blocks to be written
 	Refused     func(*kvferryv1.Refused) // called when the daemon refuses a message that has no operation; may be nil
 	ThreadsMax  int                      // that copy one Load; 0 is 2
@@ -134,7 +135,7 @@ func (s *Session) attach(ctx, life context.Context) (err error) {
 		return err
 	}
 	hello := &kvferryv1.Hello{WireVersion: 1, Role: s.config.Role, Instance: s.config.Instance, Rank: s.config.Rank, Ranks: s.config.Ranks,
-		Space: s.config.Space, Engine: "standin", EngineVersion: "1"}
+		Space: s.config.Space, Engine: "standin", EngineVersion: "1", EngineStart: s.config.EngineStart}
 	files := map[uint32]*os.File{}
 	if m := s.config.Memory; m != nil {
 		hello.Regions = append(hello.Regions, m.Region(regionID, s.config.Kind))

@@ -107,9 +107,9 @@ type spaceEntry struct {
 	slots     int
 }
 
-// Counts are running totals since the ledger was made. Asked = DRAM + Missed, always.
+// Counts are running totals since the ledger was made. Asked = DRAM + Peer + Missed, always.
 type Counts struct {
-	Asked, DRAM, Missed                           uint64 // blocks of lookups
+	Asked, DRAM, Peer, Missed                     uint64 // blocks of lookups
 	Stored, Present, Evicted, Dropped, Incomplete uint64 // blocks
 	Aborted                                       uint64 // fills given up
 	Reclaimed                                     uint64 // slabs that went to another slot length

@@ -17,6 +17,30 @@ type MatchResult struct {
 func (l *Ledger) Match(now time.Time, owner Owner, key string, space SpaceRef, hashes []byte, until time.Time) MatchResult {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	res := l.prefixLocked(now, owner, key, space, hashes, until)
+	n := len(hashes) / kvferry.HashSize
+	l.counts.Asked += uint64(n)
+	l.counts.DRAM += uint64(res.Blocks)
+	l.counts.Missed += uint64(n - res.Blocks)
+	return res
+}
+
+// Prefix is Match for a look-up that is counted elsewhere.
+func (l *Ledger) Prefix(now time.Time, owner Owner, key string, space SpaceRef, hashes []byte, until time.Time) MatchResult {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.prefixLocked(now, owner, key, space, hashes, until)
+}
+
+// AtPeer counts blocks that a Match has missed and that another node has.
+func (l *Ledger) AtPeer(blocks int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.counts.Peer += uint64(blocks)
+	l.counts.Missed -= uint64(blocks)
+}
+
+func (l *Ledger) prefixLocked(now time.Time, owner Owner, key string, space SpaceRef, hashes []byte, until time.Time) MatchResult {
 	n := len(hashes) / kvferry.HashSize
 	const step = 256 // a miss ends the search: do not look the whole of a long prompt up before
 	var ids [step]recordID
@@ -40,9 +64,6 @@ search:
 			hits++
 		}
 	}
-	l.counts.Asked += uint64(n)
-	l.counts.DRAM += uint64(hits)
-	l.counts.Missed += uint64(n - hits)
 	res := MatchResult{Blocks: hits}
 	if hits == 0 || key == "" {
 		if id, ok := l.holds.byKey[holdKey{owner, key}]; ok {

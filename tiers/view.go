@@ -157,8 +157,8 @@ func (l *Ledger) Check() error {
 	if err := l.checkRecordsLocked(); err != nil {
 		return err
 	}
-	if c := l.counts; c.Asked != c.DRAM+c.Missed {
-		return fmt.Errorf("lookups: asked %d, dram %d + missed %d", c.Asked, c.DRAM, c.Missed)
+	if c := l.counts; c.Asked != c.DRAM+c.Peer+c.Missed {
+		return fmt.Errorf("lookups: asked %d, dram %d + peer %d + missed %d", c.Asked, c.DRAM, c.Peer, c.Missed)
 	}
 	return nil
 }

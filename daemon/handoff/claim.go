@@ -42,6 +42,8 @@ type ClaimRequest struct {
 	Path     string        // how the blocks will go: for people
 	// ReadsLent: the claimer can read the memory of the worker that offers. PreferLent: rather than the pool.
 	ReadsLent, PreferLent bool
+	// Planes are those of a claimer on this node, which copies plane by plane; nil: it does not matter how the memory is laid out.
+	Planes []kvferry.Plane
 }
 
 // ClaimAnswer says where the blocks lie, until the lease is over or the claim is ended. The lists run beside the hashes. A zero Key: the offer is not known yet, all is pending.
@@ -56,11 +58,10 @@ type ClaimAnswer struct {
 	ShardBytes  uint64
 	Lease       time.Duration
 
-	// Of a claim of this node, where the status is InLent. What is stored too has its CRC32C.
+	// Of a claim of this node, where the status is InLent.
 	Lent        *Lent // held by the claim
 	Blocks      []uint32
 	Generations []uint64
-	Checked     []bool // CRC32C is known
 }
 
 type claimKey struct {
@@ -80,6 +81,7 @@ type claim struct {
 	offer      *offer
 	owner      tiers.Owner
 	until      time.Time
+	last       time.Time // it ends then, however often it is renewed
 	hold       tiers.HoldID
 	blocks     []span            // what is pinned, by offset
 	lent       *Lent             // what InLent was answered for; nil: nothing
@@ -231,7 +233,7 @@ func (r *Registry) await(ctx context.Context, q ClaimRequest, o *offer, at []int
 		v.blocks = o.Blocks // none once it has ended
 		r.unlock()
 		if !tried && v.blocks.IDs != nil && q.ReadsLent {
-			v.lent, tried = r.lend(o, q.Rank, v.blocks, shardBytes), true
+			v.lent, tried = r.lend(o, q, v.blocks, shardBytes), true
 		}
 		v.late = ended || (!comes.IsZero() && !comes.After(time.Now()))
 		var filled <-chan struct{}
@@ -262,18 +264,18 @@ func (r *Registry) await(ctx context.Context, q ClaimRequest, o *offer, at []int
 }
 
 // lend takes hold of a rank's memory for a claim; nil where it is not there.
-func (r *Registry) lend(o *offer, rank uint32, blocks LentBlocks, shardBytes uint64) *Lent {
+func (r *Registry) lend(o *offer, q ClaimRequest, blocks LentBlocks, shardBytes uint64) *Lent {
 	if r.cfg.Lend == nil {
 		return nil
 	}
-	l, err := r.cfg.Lend(o.owner, o.Instance, rank, blocks.Region, blocks.Offered)
-	if err == nil && l.ShardBytes != shardBytes {
+	l, err := r.cfg.Lend(o.owner, o.Instance, q.Rank, blocks.Region, blocks.Offered)
+	if err == nil && (l.ShardBytes != shardBytes || (q.Planes != nil && !samePlanes(q.Planes, l.Planes))) {
 		l.Release()
-		err = fmt.Errorf("%w: shards of %d bytes, the space has %d", ErrMismatch, l.ShardBytes, shardBytes)
+		err = fmt.Errorf("%w: shards of %d bytes in %d planes, want %d bytes in %d", ErrMismatch, l.ShardBytes, len(l.Planes), shardBytes, len(q.Planes))
 	}
 	if err != nil {
 		r.cfg.Counters.Add("lend", "refused", 1)
-		r.cfg.Log.Debug("lent memory is not to be had", "offer", fmt.Sprintf("%x", o.ID), "rank", rank, "error", err)
+		r.cfg.Log.Debug("lent memory is not to be had", "offer", fmt.Sprintf("%x", o.ID), "rank", q.Rank, "error", err)
 		return nil
 	}
 	return l
@@ -292,7 +294,7 @@ func (r *Registry) pin(q ClaimRequest, o *offer, at []int, ref tiers.SpaceRef, s
 	if q.Lease > 0 {
 		lease = q.Lease
 	}
-	c.until = now.Add(lease)
+	c.renewLocked(now.Add(lease))
 	res, err := r.cfg.Ledger.Pin(now, c.owner, ref, shard, q.Hashes, time.Time{})
 	if err != nil {
 		return ClaimAnswer{}, fmt.Errorf("claim: %w", err)
@@ -303,21 +305,19 @@ func (r *Registry) pin(q ClaimRequest, o *offer, at []int, ref tiers.SpaceRef, s
 	a := ClaimAnswer{
 		Epoch: r.cfg.Epoch, DataAddress: r.cfg.DataAddress, Key: c.key, Status: make([]ClaimStatus, n), Offsets: make([]uint64, n), CRC32C: make([]uint32, n),
 		ShardBytes: shape.ShardBytes, Lease: lease, Parents: r.cfg.Ledger.Parents(ref, q.Hashes),
-		Blocks: make([]uint32, n), Generations: make([]uint64, n), Checked: make([]bool, n),
+		Blocks: make([]uint32, n), Generations: make([]uint64, n),
 	}
 	var count [InLent + 1]int
 	for i, p := range res.Places {
 		held := v.held(at[i])
-		if p.Slot != 0 {
-			a.CRC32C[i], a.Checked[i] = p.CRC32C, true
-		}
 		switch {
 		case p.Slot != 0 && !(held && q.PreferLent):
-			a.Status[i], a.Offsets[i] = Stored, p.Offset
+			a.Status[i], a.Offsets[i], a.CRC32C[i] = Stored, p.Offset, p.CRC32C
 			c.blocks = append(c.blocks, span{p.Offset, p.Length})
 		case held:
 			b, g := v.blocks.IDs[at[i]], v.blocks.Generations[at[i]]
 			c.lendLocked(v, b, g)
+			// The pool's checksum, where there is one, is not that of these bytes: another engine may have stored the same tokens with other roundings.
 			a.Status[i], a.Offsets[i], a.Blocks[i], a.Generations[i], a.Lent = InLent, c.lent.offset(b), b, g, c.lent
 		case v.states[i] == tiers.SlotFilling || !v.late:
 			a.Status[i] = Pending
@@ -356,7 +356,7 @@ func (r *Registry) claimLocked(q ClaimRequest, o *offer) (*claim, error) {
 	if o.claims >= r.cfg.Limits.PerOffer*int(o.TP) {
 		return nil, fmt.Errorf("%w: %d claims of this offer", ErrLimit, o.claims)
 	}
-	c := &claim{id: id, offer: o, owner: r.cfg.Owners()}
+	c := &claim{id: id, offer: o, owner: r.cfg.Owners(), last: time.Now().Add(r.cfg.Limits.ClaimLife)}
 	if _, err := rand.Read(c.key[:]); err != nil {
 		return nil, fmt.Errorf("make claim key: %w", err)
 	}

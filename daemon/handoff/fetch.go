@@ -37,8 +37,10 @@ type FetchRequest struct {
 	Into *Destination
 	// Pooled says why nothing is written into worker memory, for people.
 	Pooled string
-	// ReadsLent: the worker reads memory that other workers of this node lend.
+	// ReadsLent: the worker reads memory that other workers of this node lend, of these planes, until a moment that is later than the fetch's deadline.
 	ReadsLent bool
+	Planes    []kvferry.Plane
+	Until     time.Time
 	// Arrived is called, from Fetch's own goroutine, with the indexes of blocks that have come while others are still on their way. May be nil.
 	Arrived func(at []int)
 }
@@ -85,8 +87,6 @@ type FetchResult struct {
 type LentPlace struct {
 	Block      uint32
 	Generation uint64
-	CRC32C     uint32
-	Checked    bool // CRC32C is known
 }
 
 // Control is the Peer service of other daemons; package rpc has the client.
@@ -251,7 +251,7 @@ func (t Ticket) address(rank uint32) string {
 func (f *Fetcher) claimRequest(ctx context.Context, q FetchRequest, hashes []byte) ClaimRequest {
 	wait := claimWait
 	if until, ok := ctx.Deadline(); ok {
-		wait = min(wait, time.Until(until)-answerTime)
+		wait = min(wait, time.Until(until))
 	}
 	return ClaimRequest{
 		Epoch: q.Ticket.Epoch, OfferID: q.Ticket.OfferID, Secret: q.Ticket.Secret, Instance: q.Instance, Rank: q.Rank, TP: q.TP, ClaimID: q.ClaimID,
@@ -269,9 +269,7 @@ func (f *Fetcher) local(ctx context.Context, q FetchRequest, out *FetchResult) e
 		if !q.ReadsLent {
 			c.Path = "pool of this node: the decode worker does not read lent memory"
 		}
-		if until, ok := ctx.Deadline(); ok {
-			c.Lease = 2 * time.Until(until) // the worker reads until the operation's own deadline, which is a little later
-		}
+		c.Planes, c.Lease = q.Planes, time.Until(q.Until)
 		a, err := f.cfg.Registry.Claim(ctx, c)
 		if err != nil || (a.Key == [16]byte{} && !f.patient(ctx, a, begun)) {
 			f.endLocal(key, out, "failed")
@@ -279,7 +277,7 @@ func (f *Fetcher) local(ctx context.Context, q FetchRequest, out *FetchResult) e
 		}
 		key = a.Key
 		todo = out.take(q, a, todo)
-		if err := ctx.Err(); err != nil {
+		if err := over(ctx); err != nil {
 			f.endLocal(key, out, err.Error())
 			return err
 		}
@@ -298,7 +296,7 @@ func (out *FetchResult) take(q FetchRequest, a ClaimAnswer, at []int) (pending [
 			out.Status[i] = Fetched
 		case InLent:
 			out.Status[i], out.Memory = Readable, a.Lent
-			out.Lent[i] = LentPlace{a.Blocks[k], a.Generations[k], a.CRC32C[k], a.Checked[k]}
+			out.Lent[i] = LentPlace{a.Blocks[k], a.Generations[k]}
 		case Missing:
 			out.Status[i] = NotThere
 			continue
@@ -331,6 +329,14 @@ func indexes(n int) []int {
 	return out
 }
 
+// over is why there is no time left. It does not wait for ctx's timer: a claim that may not wait any more would be made again and again until that has fired.
+func over(ctx context.Context) error {
+	if until, ok := ctx.Deadline(); ok && !time.Now().Before(until) {
+		return context.DeadlineExceeded
+	}
+	return ctx.Err()
+}
+
 // late tells that there is no time for another claim.
 func late(ctx context.Context) bool {
 	until, ok := ctx.Deadline()
@@ -339,7 +345,7 @@ func late(ctx context.Context) bool {
 
 // patient tells whether to ask again for what is pending.
 func (f *Fetcher) patient(ctx context.Context, a ClaimAnswer, begun time.Time) bool {
-	return ctx.Err() == nil && (a.Key != [16]byte{} || time.Since(begun) < transferWait)
+	return over(ctx) == nil && (a.Key != [16]byte{} || time.Since(begun) < transferWait)
 }
 
 // remote claims an offer at the node that has it and reads the blocks from there.

@@ -14,11 +14,12 @@ import (
 
 // FindRequest asks another node for blocks by space and hash.
 type FindRequest struct {
-	Space    kvferry.SpaceID
-	Hashes   []byte // the chain from the first block that is wanted
-	Instance string // that will claim
-	TP       uint32
-	Lease    time.Duration
+	RequestID string
+	Space     kvferry.SpaceID
+	Hashes    []byte // the chain from the first block that is wanted
+	Instance  string // that will claim
+	TP        uint32
+	Lease     time.Duration
 }
 
 // FindAnswer is an offer of the longest prefix that is resident there. Blocks 0: nothing is.
@@ -40,22 +41,50 @@ func (r *Registry) Fetch(q FindRequest) (FindAnswer, error) {
 	now := time.Now()
 	a := FindAnswer{Epoch: r.cfg.Epoch, Lease: q.Lease, ShardBytes: shape.ShardBytes}
 	owner := r.cfg.Owners()
-	// Leased while the offer is made, which has a lease of its own.
-	a.Blocks = r.cfg.Ledger.Match(now, owner, "fetch", ref, q.Hashes, now.Add(q.Lease)).Blocks
+	// Leased while the offer is made, which has a lease of its own. It is the asking node's look-up, and counted there.
+	a.Blocks = r.cfg.Ledger.Prefix(now, owner, "fetch", ref, q.Hashes, now.Add(q.Lease)).Blocks
 	defer r.cfg.Ledger.ReleaseOwner(owner)
 	if a.Blocks == 0 {
 		return a, nil
 	}
+	r.makeRoomForFetch(q)
 	for _, b := range [][]byte{a.OfferID[:], a.Secret[:]} {
 		if _, err := rand.Read(b); err != nil {
 			return FindAnswer{}, fmt.Errorf("make offer: %w", err)
 		}
 	}
-	o := Offer{ID: a.OfferID, Secret: a.Secret, Space: q.Space, RequestID: "fetch", Instance: "pool", TP: q.TP, Hashes: slices.Clone(q.Hashes[:a.Blocks*kvferry.HashSize]), Lifetime: q.Lease}
+	o := Offer{ID: a.OfferID, Secret: a.Secret, Space: q.Space, RequestID: q.RequestID, Instance: "pool", TP: q.TP, Hashes: slices.Clone(q.Hashes[:a.Blocks*kvferry.HashSize]), Lifetime: q.Lease}
 	if err := r.register(r.cfg.Owners(), o, q.Instance); err != nil {
 		return FindAnswer{}, err
 	}
+	r.mu.Lock()
+	defer r.unlock()
+	if e := r.offers[o.ID]; e != nil {
+		r.fetches = append(r.fetches, e)
+	}
 	return a, nil
+}
+
+// makeRoomForFetch ends the offer of an earlier look-up of the same request, and the oldest that nobody has claimed where there are too many: look-ups of others may not use up what
+// this node's engines need.
+func (r *Registry) makeRoomForFetch(q FindRequest) {
+	r.mu.Lock()
+	defer r.unlock()
+	r.fetches = slices.DeleteFunc(r.fetches, func(o *offer) bool { return o.state == Ended })
+	for _, o := range r.fetches {
+		if o.state == Open && o.claimer == q.Instance && o.RequestID == q.RequestID && q.RequestID != "" {
+			r.endLocked(o, "replaced")
+		}
+	}
+	for _, o := range r.fetches {
+		if len(r.fetches) < r.cfg.Limits.Fetches {
+			break
+		}
+		if o.state == Open {
+			r.endLocked(o, "replaced")
+			r.fetches = slices.DeleteFunc(slices.Clone(r.fetches), func(x *offer) bool { return x == o })
+		}
+	}
 }
 
 const (
@@ -86,6 +115,7 @@ type Decision struct {
 	Bytes     uint64
 	Fetch     time.Duration // estimates
 	Compute   time.Duration // 0: not known
+	Lease     time.Duration // of what was found
 	Rate      float64       // bytes/s that the estimate counts with
 	Measured  bool          // the rate; else it is assumed
 	Fetched   bool
@@ -133,9 +163,9 @@ func (f *Fetcher) Find(ctx context.Context, w Wanted) (Ticket, Decision) {
 
 // decide compares what fetching and computing take.
 func (d *Decision) decide(w Wanted, p *peer, a FindAnswer, trip time.Duration) {
-	d.Peer, d.Blocks = p.address, a.Blocks
-	d.Bytes = uint64(a.Blocks) * a.ShardBytes * uint64(w.Find.TP)
-	d.Rate = p.link.Rate()
+	d.Peer, d.Blocks, d.Lease = p.address, a.Blocks, a.Lease
+	d.Bytes = uint64(a.Blocks) * a.ShardBytes * uint64(w.Shape.Shards)
+	d.Rate = p.link.Rate() * float64(min(peerTransfers, 1+d.Bytes/partBytes)) // of those that run side by side
 	d.Measured = d.Rate > 0
 	if !d.Measured {
 		d.Rate = rateAssumed

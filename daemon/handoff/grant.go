@@ -35,8 +35,11 @@ func (r *Registry) acquire(key [16]byte) (*grant, error) {
 	return &grant{r: r, c: c}, nil
 }
 
-// renewLocked lets the claim live until then at least.
+// renewLocked lets the claim live until then, if it would not live longer anyway.
 func (c *claim) renewLocked(until time.Time) {
+	if until.After(c.last) {
+		until = c.last
+	}
 	if until.After(c.until) {
 		c.until = until
 	}
@@ -97,7 +100,7 @@ func (r *Registry) freeLocked(c *claim) {
 	}
 	r.cfg.Ledger.ReleaseOwner(c.owner)
 	if c.lent != nil {
-		c.lent.Release()
+		r.released = append(r.released, c.lent)
 		c.lent = nil
 	}
 }

@@ -1,7 +1,9 @@
 package handoff
 
 import (
+	"context"
 	"fmt"
+	"slices"
 	"sync/atomic"
 	"time"
 	"unsafe"
@@ -32,6 +34,7 @@ func (l *Lent) holds(block uint32, generation uint64) bool {
 	if block >= l.Blocks || 8*(uint64(block)+1) > uint64(len(l.Table)) {
 		return false
 	}
+	atomic.AddUint32(new(uint32), 1) // a full fence: what was read before stays before
 	return atomic.LoadUint64((*uint64)(unsafe.Pointer(&l.Table[8*uint64(block)]))) == generation
 }
 
@@ -76,18 +79,33 @@ func (l *Lent) checksum(block uint32) (crc uint32) {
 	return crc
 }
 
+// samePlanes tells whether a worker can copy from lent memory plane by plane.
+func samePlanes(a, b []kvferry.Plane) bool {
+	return slices.EqualFunc(a, b, func(x, y kvferry.Plane) bool { return x.Bytes == y.Bytes })
+}
+
+// confirmBytesMax bounds what one Confirm reads, beside one block.
+const confirmBytesMax = 64 << 20
+
 // Confirm tells, of lent blocks of a claim that were read, whether their generations held all the time, and the checksum of what they hold.
-func (r *Registry) Confirm(key [16]byte, offsets []uint64) (held []bool, crcs []uint32, err error) {
+func (r *Registry) Confirm(ctx context.Context, key [16]byte, offsets []uint64) (held []bool, crcs []uint32, err error) {
 	g, err := r.acquire(key)
 	if err != nil {
 		return nil, nil, err
 	}
 	defer g.Release()
 	held, crcs = make([]bool, len(offsets)), make([]uint32, len(offsets))
+	var total uint64
 	for i, off := range offsets {
+		if ctx.Err() != nil {
+			return nil, nil, context.Cause(ctx)
+		}
 		block, generation, ok := g.lent(off)
 		if !ok {
 			return nil, nil, fmt.Errorf("%w: confirm.offsets: %d is not lent to this claim", ErrMismatch, off)
+		}
+		if total += g.c.lent.ShardBytes; i > 0 && total > confirmBytesMax+g.c.lent.ShardBytes {
+			return nil, nil, fmt.Errorf("%w: confirm.offsets: %d blocks are more than 64 MiB", ErrMismatch, len(offsets))
 		}
 		crcs[i] = g.c.lent.checksum(block)
 		held[i] = g.c.lent.holds(block, generation) // after the checksum, which is of one moment for both

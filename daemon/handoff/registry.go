@@ -46,10 +46,13 @@ type Limits struct {
 	OfferWait  time.Duration // for an offer that is not registered yet
 	StoreWait  time.Duration // after its registration, blocks of an offer may still come
 	OpenEnded  time.Duration // an open-ended offer that is not completed for so long ends
+	ClaimLife  time.Duration // a claim ends after it, however often it is renewed
+	Fetches    int           // offers that were made for look-ups of other nodes; the oldest that nobody has claimed goes
 }
 
 // DefaultLimits are the daemon's.
-var DefaultLimits = Limits{Offers: 1 << 16, Hashes: 1 << 23, EndedKept: 256, Claims: 1 << 16, PerOffer: 4, ClaimLease: 10 * time.Second, OfferWait: time.Second, StoreWait: 2 * time.Second, OpenEnded: 10 * time.Minute}
+var DefaultLimits = Limits{Offers: 1 << 16, Hashes: 1 << 23, EndedKept: 256, Claims: 1 << 16, PerOffer: 4, ClaimLease: 10 * time.Second, OfferWait: time.Second, StoreWait: 2 * time.Second, OpenEnded: 10 * time.Minute,
+	ClaimLife: 10 * time.Minute, Fetches: 1024}
 
 // Config is what a Registry works with; never modified after New.
 type Config struct {
@@ -77,7 +80,9 @@ type Registry struct {
 	claims   map[[16]byte]*claim
 	byClaim  map[claimKey]*claim
 	arrivals chan struct{} // closed at the next registration
+	fetches  []*offer      // that were made for look-ups of other nodes, oldest first
 	served   []servedRank  // to be told when mu is free
+	released []*Lent       // to be released then
 }
 
 type servedRank struct {
@@ -87,11 +92,14 @@ type servedRank struct {
 	reason   string
 }
 
-// unlock lets mu go and tells what came up while it was held: the sessions' locks come before it.
+// unlock lets mu go and does what came up while it was held: the sessions' locks come before it, and unmapping memory takes long.
 func (r *Registry) unlock() {
-	served := r.served
-	r.served = nil
+	served, released := r.served, r.released
+	r.served, r.released = nil, nil
 	r.mu.Unlock()
+	for _, l := range released {
+		l.Release()
+	}
 	for _, s := range served {
 		r.cfg.Served(s.instance, s.rank, s.offer, s.reason)
 	}
@@ -135,11 +143,8 @@ func (r *Registry) register(owner tiers.Owner, o Offer, claimer string) error {
 	if r.hashes+n > r.cfg.Limits.Hashes {
 		return fmt.Errorf("%w: offers of %d blocks", ErrLimit, r.hashes)
 	}
-	if ref, _, ok := r.cfg.Ledger.FindSpace(o.Space); ok {
-		tail := kvferry.Hash(o.Hashes[(n-1)*kvferry.HashSize:])
-		if err := r.cfg.Ledger.Lease(owner, e.leaseKey(), ref, tail, e.until); err != nil {
-			return fmt.Errorf("register offer: %w", err)
-		}
+	if err := r.leaseLocked(e); err != nil {
+		return fmt.Errorf("register offer: %w", err)
 	}
 	r.offers[o.ID] = e
 	r.hashes += n
@@ -147,6 +152,15 @@ func (r *Registry) register(owner tiers.Owner, o Offer, claimer string) error {
 	r.arrivals = make(chan struct{})
 	r.cfg.Counters.Add("offers", "registered", 1)
 	return nil
+}
+
+// leaseLocked leases an offer's last block for as long as it lives.
+func (r *Registry) leaseLocked(o *offer) error {
+	ref, _, ok := r.cfg.Ledger.FindSpace(o.Space)
+	if !ok {
+		return nil
+	}
+	return r.cfg.Ledger.Lease(o.owner, o.leaseKey(), ref, kvferry.Hash(o.Hashes[(o.blocks-1)*kvferry.HashSize:]), o.until)
 }
 
 // Complete ends the computing of an open-ended offer's prompt: its lifetime begins, and blocks that its engine lends are known.
@@ -174,6 +188,9 @@ func (r *Registry) Complete(owner tiers.Owner, id [16]byte, blocks LentBlocks) e
 	o.OpenEnded, o.Blocks, o.comes = false, blocks, now.Add(r.cfg.Limits.StoreWait)
 	if !o.dropped {
 		o.until = now.Add(o.Lifetime)
+		if err := r.leaseLocked(o); err != nil {
+			return fmt.Errorf("complete offer: %w", err)
+		}
 	}
 	o.lent = blocks.IDs != nil
 	for rank := range o.ranks { // served before there was anything to keep

@@ -23,6 +23,8 @@ type remote struct {
 	lent  bool // memory that the peer's workers lend is still worth asking for
 	key   [16]byte
 	epoch kvferry.Epoch // of the peer
+	asked time.Time
+	calls int
 }
 
 // path is how the blocks go, for people on the node that offers.
@@ -39,6 +41,12 @@ func (r *remote) run(ctx context.Context) error {
 	for len(todo) > 0 {
 		c := r.f.claimRequest(ctx, r.q, pick(r.q.Hashes, todo))
 		c.ReadsLent, c.Path = r.lent, r.path()
+		if until, ok := ctx.Deadline(); ok {
+			c.Wait = max(0, min(c.Wait, time.Until(until)-answerTime))
+		}
+		if err := r.pause(ctx); err != nil {
+			return err
+		}
 		a, err := r.f.cfg.Control.Claim(ctx, r.p.address, c)
 		if err != nil {
 			return fmt.Errorf("claim at %s: %w", r.p.address, err)
@@ -66,6 +74,22 @@ func (r *remote) run(ctx context.Context) error {
 			return fmt.Errorf("%w: %d blocks are still pending at %s", errLate, len(todo), r.p.address)
 		}
 	}
+	return nil
+}
+
+// pauseBetween keeps a peer that answers at once that all is pending, which none of ours does, from being asked without end.
+const pauseBetween = 5 * time.Millisecond
+
+func (r *remote) pause(ctx context.Context) error {
+	r.calls++
+	if wait := pauseBetween - time.Since(r.asked); r.calls > 8 && wait > 0 {
+		select {
+		case <-time.After(wait):
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+	r.asked = time.Now()
 	return nil
 }
 

@@ -46,18 +46,28 @@ func (t *transferIn) add(it item, dst []kvferry.Segment, src kvferry.Segment) {
 	t.batch = append(t.batch, transport.Copy{Dst: dst, Src: []kvferry.Segment{src}})
 }
 
-// transfer submits the parts and waits, one after the other, until they are quiet or ctx has ended. It adds what is to be asked for again.
+// partsAhead is how many parts of a fetch may wait for the link or be copied, so that no fetch fills the link's queue.
+const partsAhead = 2 * peerTransfers
+
+// transfer submits the parts, some ahead, and waits, one after the other, until they are quiet or ctx has ended. It adds what is to be asked for again.
 func (r *remote) transfer(ctx context.Context, a ClaimAnswer, parts []*transferIn, again []int) ([]int, error) {
 	var first error
-	for _, t := range parts {
-		if err := t.submit(ctx, a); err != nil && first == nil {
-			first = err
-		}
-	}
 	renew := time.NewTicker(max(a.Lease/3, 100*time.Millisecond))
 	defer renew.Stop()
-	for _, t := range parts {
+	submitted := 0
+	for i, t := range parts {
+		for first == nil && submitted < len(parts) && submitted < i+partsAhead {
+			err := parts[submitted].submit(ctx, a)
+			if errors.Is(err, mover.ErrBusy) && submitted > i {
+				break // parts of this fetch are under way: their end makes room
+			}
+			submitted++
+			if err != nil && !errors.Is(err, mover.ErrBusy) {
+				first = err
+			}
+		}
 		if t.m == nil {
+			t.drop(first)
 			continue
 		}
 		err := t.wait(ctx, a, renew.C)
@@ -90,7 +100,17 @@ func (r *remote) transfer(ctx context.Context, a ClaimAnswer, parts []*transferI
 	return again, first
 }
 
-// submit queues the transfer. What is not taken is given back at once.
+// drop gives a part back that was not taken: because the link is busy, or because the fetch has failed before.
+func (t *transferIn) drop(failed error) {
+	t.giveBack(t.items)
+	if failed == nil {
+		for _, it := range t.items {
+			t.r.out[it.at] = NoRoom
+		}
+	}
+}
+
+// submit queues the transfer. One that is not taken may be submitted again.
 func (t *transferIn) submit(ctx context.Context, a ClaimAnswer) error {
 	into := t.r.f.cfg.Pool
 	t.end = func() {}
@@ -108,18 +128,10 @@ func (t *transferIn) submit(ctx context.Context, a ClaimAnswer) error {
 	m.Quiet = func(mover.Outcome) { t.quiet(copier) }
 	t.m = m
 	err := t.r.p.link.Submit(m)
-	if err == nil {
-		return nil
-	}
-	t.m = nil
-	_ = copier.Close()
-	t.end()
-	t.giveBack(t.items)
-	if errors.Is(err, mover.ErrBusy) {
-		for _, it := range t.items {
-			t.r.out[it.at] = NoRoom
-		}
-		return nil
+	if err != nil {
+		t.m = nil
+		_ = copier.Close()
+		t.end()
 	}
 	return err
 }

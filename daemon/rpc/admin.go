@@ -75,7 +75,7 @@ func LedgerCounters(c tiers.Counts) []counters.Count {
 		return counters.Count{Key: counters.Key{Name: name, Reason: reason}, Value: v}
 	}
 	return []counters.Count{
-		n("lookup_blocks", "dram", c.DRAM), n("lookup_blocks", "miss", c.Missed), n("removed_blocks", "evicted", c.Evicted), n("removed_blocks", "dropped", c.Dropped),
+		n("lookup_blocks", "dram", c.DRAM), n("lookup_blocks", "peer", c.Peer), n("lookup_blocks", "miss", c.Missed), n("removed_blocks", "evicted", c.Evicted), n("removed_blocks", "dropped", c.Dropped),
 		n("removed_blocks", "incomplete", c.Incomplete), n("slabs", "reclaimed", c.Reclaimed),
 	}
 }

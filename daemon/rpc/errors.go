@@ -36,6 +36,7 @@ var table = []struct {
 	{tiers.ErrSpace, codes.InvalidArgument},
 	{mover.ErrBusy, codes.ResourceExhausted},
 	{transport.ErrLink, codes.Unavailable},
+	{transport.ErrRefused, codes.NotFound},
 	{context.DeadlineExceeded, codes.DeadlineExceeded},
 	{context.Canceled, codes.Canceled},
 }

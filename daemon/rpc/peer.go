@@ -81,7 +81,7 @@ func (p *Peer) Claim(ctx context.Context, r *pb.ClaimRequest) (*pb.ClaimResponse
 }
 
 // Confirm is pb.PeerServer.
-func (p *Peer) Confirm(_ context.Context, r *pb.ConfirmRequest) (*pb.ConfirmResponse, error) {
+func (p *Peer) Confirm(ctx context.Context, r *pb.ConfirmRequest) (*pb.ConfirmResponse, error) {
 	if err := p.mine("confirm.epoch", r.GetEpoch()); err != nil {
 		return nil, statusOf(err)
 	}
@@ -92,7 +92,7 @@ func (p *Peer) Confirm(_ context.Context, r *pb.ConfirmRequest) (*pb.ConfirmResp
 	if n := len(r.GetOffsets()); n > p.HashesMax {
 		return nil, statusOf(invalid("confirm.offsets", fmt.Sprintf("%d: at most %d", n, p.HashesMax)))
 	}
-	held, crcs, err := p.Registry.Confirm(key, r.GetOffsets())
+	held, crcs, err := p.Registry.Confirm(ctx, key, r.GetOffsets())
 	if err != nil {
 		return nil, statusOf(err)
 	}
@@ -107,19 +107,22 @@ func (p *Peer) Confirm(_ context.Context, r *pb.ConfirmRequest) (*pb.ConfirmResp
 	return out, nil
 }
 
-const fetchLeaseMax = 10 * time.Minute
+const fetchLeaseMax = time.Minute
 
 // Fetch is pb.PeerServer.
 func (p *Peer) Fetch(_ context.Context, r *pb.FetchRequest) (*pb.FetchResponse, error) {
 	if r.GetWireVersion() != session.WireVersion {
 		return nil, status.Errorf(codes.Unimplemented, "fetch.wire_version: %d: this daemon speaks %d", r.GetWireVersion(), session.WireVersion)
 	}
-	q := handoff.FindRequest{Hashes: r.GetHashes(), Instance: r.GetInstance(), TP: r.GetTp(), Lease: ms(r.GetLeaseMs())}
+	q := handoff.FindRequest{RequestID: r.GetRequestId(), Hashes: r.GetHashes(), Instance: r.GetInstance(), TP: r.GetTp(), Lease: ms(r.GetLeaseMs())}
 	var err error
 	if q.Space, err = id32("fetch.space_id", r.GetSpaceId()); err != nil {
 		return nil, statusOf(err)
 	}
 	if err := session.ValidateText("fetch.instance", q.Instance, 1, 128); err != nil {
+		return nil, statusOf(err)
+	}
+	if err := session.ValidateText("fetch.request_id", q.RequestID, 0, 256); err != nil {
 		return nil, statusOf(err)
 	}
 	switch n := len(q.Hashes); {
@@ -314,7 +317,8 @@ func (p *Peers) Fetch(ctx context.Context, address string, q handoff.FindRequest
 	}
 	ctx, cancel := context.WithTimeout(ctx, fetchTimeout)
 	defer cancel()
-	r, err := c.Fetch(ctx, &pb.FetchRequest{WireVersion: session.WireVersion, SpaceId: q.Space[:], Hashes: q.Hashes, Instance: q.Instance, Tp: q.TP, LeaseMs: msOf(q.Lease)})
+	r, err := c.Fetch(ctx, &pb.FetchRequest{WireVersion: session.WireVersion, SpaceId: q.Space[:], Hashes: q.Hashes, Instance: q.Instance, Tp: q.TP, LeaseMs: msOf(q.Lease),
+		RequestId: q.RequestID})
 	if err != nil {
 		return handoff.FindAnswer{}, peerError(err)
 	}

@@ -57,7 +57,7 @@ func helloOf(h *pb.Hello) session.Hello {
 	out := session.Hello{
 		WireVersion: h.GetWireVersion(), Role: session.Role(h.GetRole()), Instance: h.GetInstance(), Rank: h.GetRank(), Ranks: h.GetRanks(), Space: spaceOf(h.GetSpace()),
 		Engine: h.GetEngine(), EngineVersion: h.GetEngineVersion(), ServingAddress: h.GetServingAddress(), Tenant: h.GetTenant(),
-		Generations: h.GetGenerations(), ReadsLent: h.GetReadsLent(),
+		Generations: h.GetGenerations(), EngineStart: h.GetEngineStart(), ReadsLent: h.GetReadsLent(),
 	}
 	for _, r := range h.GetRegions() {
 		spec := session.RegionSpec{ID: r.GetId(), Kind: session.RegionKind(r.GetKind()), Bytes: r.GetBytes(), Blocks: r.GetBlocks(), Writable: r.GetWritable()}

@@ -60,6 +60,7 @@ func (o *operation) accept(ctx context.Context, space tiers.SpaceRef, r Load) {
 	q := handoff.FetchRequest{
 		Ticket: *r.Ticket, Instance: s.hello.Instance, Rank: s.hello.Rank, TP: s.hello.Space.TP, ClaimID: s.ID<<32 ^ o.number,
 		Space: space, Shape: shape, Shard: s.shard(), Hashes: missing, ReadsLent: s.hello.ReadsLent,
+		Planes: s.hello.Regions[0].Planes, Until: a.until,
 	}
 	if len(missing) == 0 {
 		if o.found == nil { // what was found by a look-up ends by itself
@@ -84,9 +85,6 @@ func (o *operation) accept(ctx context.Context, space tiers.SpaceRef, r Load) {
 			a.from[i] = Delivered
 		case handoff.Readable:
 			a.from[i] = InLent
-			if !got.Lent[k].Checked {
-				a.from[i] = InLentUnchecked
-			}
 			a.memory = got.Memory
 		}
 	}

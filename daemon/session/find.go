@@ -2,6 +2,7 @@ package session
 
 import (
 	"context"
+	"slices"
 	"time"
 
 	"github.com/kvferry/kvferry"
@@ -10,13 +11,16 @@ import (
 )
 
 const (
-	findTimeout = 50 * time.Millisecond // the engine waits for less
-	findPeers   = 4
-	findsMax    = 4096
+	findPeers     = 4
+	findsMax      = 4096
+	findsBytesMax = 64 << 20 // of hashes
 )
 
 // finds are the blocks that Matches have found at peers, until a Load fetches them. Manager.mu guards them.
-type finds map[findKey]find
+type finds struct {
+	byKey map[findKey]find
+	bytes int
+}
 
 // findKey names a request of an engine: its scheduler matches, its workers load.
 type findKey struct {
@@ -26,55 +30,75 @@ type findKey struct {
 
 type find struct {
 	ticket handoff.Ticket
-	blocks map[kvferry.Hash]bool
+	hashes []byte // packed
 	until  time.Time
 }
 
-// found is where a request's Match has found blocks, if it has.
+// found is where a request's Match has found blocks, and which, if it has.
 func (m *Manager) found(instance, request string, space kvferry.SpaceID) (*handoff.Ticket, map[kvferry.Hash]bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	f, ok := m.finds[findKey{instance, request, space}]
+	f, ok := m.finds.byKey[findKey{instance, request, space}]
 	if !ok || !f.until.After(time.Now()) {
 		return nil, nil
 	}
-	return &f.ticket, f.blocks
+	blocks := make(map[kvferry.Hash]bool, len(f.hashes)/kvferry.HashSize)
+	for i := range len(f.hashes) / kvferry.HashSize {
+		blocks[hashAt(f.hashes, i)] = true
+	}
+	return &f.ticket, blocks
 }
 
-func (m *Manager) addFind(k findKey, f find) {
+// addFind notes what was found. It answers false when there is no room.
+func (m *Manager) addFind(k findKey, f find) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	now := time.Now()
-	if m.finds == nil {
-		m.finds = finds{}
+	t := &m.finds
+	if t.byKey == nil {
+		t.byKey = map[findKey]find{}
 	}
-	if len(m.finds) >= findsMax {
-		for old, g := range m.finds {
+	full := func() bool { return len(t.byKey) >= findsMax || t.bytes+len(f.hashes) > findsBytesMax }
+	if full() {
+		now := time.Now()
+		for old, g := range t.byKey {
 			if !g.until.After(now) {
-				delete(m.finds, old)
+				t.dropLocked(old)
 			}
 		}
 	}
-	if len(m.finds) < findsMax {
-		m.finds[k] = f
+	if full() {
+		return false
+	}
+	t.dropLocked(k)
+	t.byKey[k] = f
+	t.bytes += len(f.hashes)
+	return true
+}
+
+func (t *finds) dropLocked(k findKey) {
+	t.bytes -= len(t.byKey[k].hashes)
+	delete(t.byKey, k)
+}
+
+// dropFinds forgets what was found for these requests of the session's engine, in these spaces.
+func (s *Session) dropFinds(requests []string, spaces ...kvferry.SpaceID) {
+	s.m.mu.Lock()
+	defer s.m.mu.Unlock()
+	if len(s.m.finds.byKey) == 0 {
+		return
+	}
+	for _, r := range requests {
+		for _, space := range spaces {
+			s.m.finds.dropLocked(findKey{s.hello.Instance, r, space})
+		}
 	}
 }
 
-func (m *Manager) dropFinds(instance string, requests []string) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if len(m.finds) == 0 {
-		return
-	}
-	gone := map[string]bool{}
-	for _, r := range requests {
-		gone[r] = true
-	}
-	for k := range m.finds {
-		if k.instance == instance && gone[k.request] {
-			delete(m.finds, k)
-		}
-	}
+// allSpaces are those that the session uses.
+func (s *Session) allSpaces() []kvferry.SpaceID {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Clone(s.order)
 }
 
 // findMore asks the nodes that may have more of a prompt than this one, from block have on.
@@ -84,22 +108,24 @@ func (s *Session) findMore(ctx context.Context, r Match, shape tiers.SpaceShape,
 	if len(rest) == 0 || len(r.Peers) == 0 {
 		return
 	}
-	ctx, cancel := context.WithTimeout(ctx, findTimeout)
+	ctx, cancel := context.WithTimeout(ctx, s.m.cfg.Limits.FindTimeout)
 	defer cancel()
 	ticket, d := s.m.cfg.Fetcher.Find(ctx, handoff.Wanted{
 		RequestID: r.RequestID, Peers: r.Peers, Shape: shape, Compute: r.Compute,
-		Find: handoff.FindRequest{Space: r.Space, Hashes: rest, Instance: s.hello.Instance, TP: s.hello.Space.TP, Lease: lease},
+		Find: handoff.FindRequest{RequestID: r.RequestID, Space: r.Space, Hashes: rest, Instance: s.hello.Instance, TP: s.hello.Space.TP, Lease: lease},
 	})
 	out.Reason, out.Fetch = d.Reason, d.Fetch
 	if !d.Fetched {
 		return
 	}
-	blocks := make(map[kvferry.Hash]bool, d.Blocks)
-	for i := range d.Blocks {
-		blocks[hashAt(rest, i)] = true
+	f := find{ticket, slices.Clone(rest[:d.Blocks*kvferry.HashSize]), time.Now().Add(d.Lease)}
+	if !s.m.addFind(findKey{s.hello.Instance, r.RequestID, r.Space}, f) {
+		out.Reason = "too many look-ups wait for their loads"
+		return
 	}
-	s.m.addFind(findKey{s.hello.Instance, r.RequestID, r.Space}, find{ticket, blocks, time.Now().Add(lease)})
-	s.m.cfg.Counters.Add("match_blocks", "peer", d.Blocks)
-	out.Blocks += d.Blocks
-	out.Peer = d.Blocks
+	s.m.cfg.Ledger.AtPeer(d.Blocks)
+	out.Blocks, out.Peer = out.Blocks+d.Blocks, d.Blocks
+	if out.Lease == 0 || d.Lease < out.Lease {
+		out.Lease = d.Lease
+	}
 }

@@ -29,6 +29,7 @@ func validateHello(h Hello) error {
 	}{
 		{"instance", h.Instance, 1, 128}, {"engine", h.Engine, 0, 64}, {"engine_version", h.EngineVersion, 0, 64},
 		{"serving_address", h.ServingAddress, 0, 256}, {"tenant", h.Tenant, 0, 128},
+		{"engine_start", h.EngineStart, 0, 128},
 	} {
 		if err := ValidateText("hello."+f.name, f.value, f.min, f.max); err != nil {
 			return err

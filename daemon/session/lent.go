@@ -8,7 +8,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kvferry/kvferry"
 	"github.com/kvferry/kvferry/daemon/handoff"
 	"github.com/kvferry/kvferry/gpu"
 	"github.com/kvferry/kvferry/tiers"
@@ -17,7 +16,7 @@ import (
 // lent is mapped memory of a process. It outlives its session while somebody reads or writes it: a dead process's memory changes no more.
 type lent struct {
 	mapping *gpu.Mapping
-	file    *os.File // to be handed out for reading
+	file    *os.File // to be handed out for reading; nil: whoever got it could open it for writing
 
 	mu     sync.Mutex
 	users  int
@@ -34,7 +33,7 @@ func openLent(field string, fd *os.File, bytes uint64, access gpu.Access) (*lent
 		return nil, &FieldError{Field: field, Reason: err.Error(), kind: kind}
 	}
 	l := &lent{mapping: m}
-	if access == gpu.Read {
+	if access == gpu.Read && (gpu.WriteProtected(fd) || gpu.SealedForOthers(fd)) {
 		if l.file, err = gpu.ReadOnly(fd); err != nil {
 			_ = m.Close()
 			return nil, &FieldError{Field: field, Reason: err.Error(), kind: ErrInvalid}
@@ -105,19 +104,24 @@ func (s *Session) openTable(fd *os.File) (*lent, error) {
 	if fd == nil {
 		return nil, invalid("entries", "no descriptor for the generation table")
 	}
+	if !gpu.SealedForOthers(fd) {
+		return nil, invalid("generations", "not sealed with F_SEAL_FUTURE_WRITE")
+	}
 	return openLent("generations", fd, 8*uint64(s.hello.Generations), gpu.Read)
 }
 
 const (
 	lentTokenLife = 5 * time.Second
-	lentTokensMax = 4096
 )
 
 // lendings are the handles and tokens under which workers map each other's memory. Manager.mu guards them.
 type lendings struct {
 	pairs  map[lentPair]*lending
 	tokens map[[16]byte]lentToken
+	given  map[lentReader][16]byte // the one token of a reader that is not used yet
 }
+
+type lentReader struct{ session, handle uint64 }
 
 // lentPair is a worker's region and the table that tells of its blocks.
 type lentPair struct{ memory, table *lent }
@@ -131,6 +135,7 @@ type lending struct {
 
 type lentToken struct {
 	of    *lending
+	to    lentReader
 	uid   uint32
 	until time.Time
 }
@@ -153,11 +158,17 @@ func (m *Manager) Lend(scheduler tiers.Owner, instance string, rank, regionID ui
 	if other {
 		return nil, fmt.Errorf("lend: %w: rank %d of %q is not the worker that it was: the generations may be those of the other one's memory", ErrState, rank, instance)
 	}
+	if !sameEngine(sched, worker) {
+		return nil, fmt.Errorf("lend: %w: rank %d of %q is of another engine than the scheduler that offers", ErrState, rank, instance)
+	}
 	if worker.attached.After(offered) {
 		return nil, fmt.Errorf("lend: %w: rank %d of %q has attached after the offer", ErrState, rank, instance)
 	}
 	table := sched.lentTable()
 	r := worker.region(regionID)
+	if r != nil && (r.lent.file == nil || table != nil && table.file == nil) {
+		return nil, fmt.Errorf("lend: %w: memory of %q, rank %d, may be opened for writing by whoever gets it: its owner must set its mode to 0444", ErrUnsupported, instance, rank)
+	}
 	if table == nil || r == nil || r.spec.Kind != SharedHost || r.spec.Blocks > sched.hello.Generations {
 		return nil, fmt.Errorf("lend: %w: rank %d of %q lends no memory with generations", ErrUnsupported, rank, instance)
 	}
@@ -168,14 +179,27 @@ func (m *Manager) Lend(scheduler tiers.Owner, instance string, rank, regionID ui
 		r.lent.release()
 		return nil, fmt.Errorf("lend: %w: the scheduler's session is closing", ErrState)
 	}
+	handle, ok := m.handle(&lending{worker: worker, scheduler: sched, region: r, table: table})
+	if !ok {
+		r.lent.release()
+		table.release()
+		return nil, fmt.Errorf("lend: %w: the engine's sessions are closing", ErrState)
+	}
 	return &handoff.Lent{
-		Handle: m.handle(&lending{worker: worker, scheduler: sched, region: r, table: table}), Memory: r.memory, Planes: r.spec.Planes, Blocks: r.spec.Blocks,
-		Table: table.mapping.Bytes()[:8*sched.hello.Generations], ShardBytes: regionShardBytes(r.spec),
+		Handle: handle, Memory: r.memory, Planes: r.spec.Planes, Blocks: r.spec.Blocks,
+		Table: table.mapping.Bytes()[:8*uint64(sched.hello.Generations)], ShardBytes: regionShardBytes(r.spec),
 		Release: func() {
 			r.lent.release()
 			table.release()
 		},
 	}, nil
+}
+
+// sameEngine tells whether two processes are of one start of one engine, as far as they say and the kernel knows.
+func sameEngine(a, b *Session) bool {
+	x, y := a.hello.Space, b.hello.Space
+	x.WeightsGeneration, y.WeightsGeneration = "", ""
+	return a.hello.EngineStart == b.hello.EngineStart && a.cred.UID == b.cred.UID && x == y
 }
 
 func (s *Session) lentTable() *lent {
@@ -190,21 +214,24 @@ func (s *Session) region(id uint32) *region {
 	return s.regions[id]
 }
 
-// handle names a pair, the same each time.
-func (m *Manager) handle(l *lending) uint64 {
+// handle names a pair, the same each time. It answers false when one of its sessions is ending: nobody would tell when the memory is gone.
+func (m *Manager) handle(l *lending) (uint64, bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	if m.sessions[l.worker.ID] != l.worker || m.sessions[l.scheduler.ID] != l.scheduler {
+		return 0, false
+	}
 	pair := lentPair{l.region.lent, l.table}
 	if old := m.lendings.pairs[pair]; old != nil {
-		return old.handle
+		return old.handle, true
 	}
 	if m.lendings.pairs == nil {
-		m.lendings = lendings{pairs: map[lentPair]*lending{}, tokens: map[[16]byte]lentToken{}}
+		m.lendings = lendings{pairs: map[lentPair]*lending{}, tokens: map[[16]byte]lentToken{}, given: map[lentReader][16]byte{}}
 	}
 	m.regions++
 	l.handle = uint64(m.regions)
 	m.lendings.pairs[pair] = l
-	return l.handle
+	return l.handle, true
 }
 
 // lentView lets a session's process map lent memory.
@@ -215,21 +242,18 @@ func (m *Manager) lentView(s *Session, mem *handoff.Lent) (*LentView, error) {
 		if l.handle != mem.Handle {
 			continue
 		}
-		now := time.Now()
-		for t, old := range m.lendings.tokens {
-			if !old.until.After(now) {
-				delete(m.lendings.tokens, t)
-			}
-		}
-		if len(m.lendings.tokens) >= lentTokensMax {
-			return nil, fmt.Errorf("%w: %d tokens for lent memory", ErrLimit, lentTokensMax)
-		}
 		spec := l.region.spec
 		v := &LentView{Handle: l.handle, Bytes: spec.Bytes, Blocks: spec.Blocks, Planes: spec.Planes, Generations: l.scheduler.hello.Generations}
+		reader, now := lentReader{s.ID, l.handle}, time.Now()
+		if t, ok := m.lendings.given[reader]; ok {
+			m.lendings.tokens[t] = lentToken{l, reader, s.cred.UID, now.Add(lentTokenLife)}
+			v.Token = t
+			return v, nil
+		}
 		if _, err := rand.Read(v.Token[:]); err != nil {
 			return nil, fmt.Errorf("make token: %w", err)
 		}
-		m.lendings.tokens[v.Token] = lentToken{l, s.cred.UID, now.Add(lentTokenLife)}
+		m.lendings.tokens[v.Token], m.lendings.given[reader] = lentToken{l, reader, s.cred.UID, now.Add(lentTokenLife)}, v.Token
 		return v, nil
 	}
 	return nil, fmt.Errorf("lent memory %d: %w", mem.Handle, ErrNotFound)
@@ -239,7 +263,9 @@ func (m *Manager) lentView(s *Session, mem *handoff.Lent) (*LentView, error) {
 func (m *Manager) LentDescriptors(token [16]byte, cred Credentials) (d Descriptors, err error) {
 	m.mu.Lock()
 	t, ok := m.lendings.tokens[token]
-	delete(m.lendings.tokens, token)
+	if ok {
+		m.lendings.dropLocked(token)
+	}
 	m.mu.Unlock()
 	if !ok || !t.until.After(time.Now()) {
 		return d, fieldErr(ErrNotFound, "token", "unknown, used or expired")
@@ -254,6 +280,12 @@ func (m *Manager) LentDescriptors(token [16]byte, cred Credentials) (d Descripto
 	return d, err
 }
 
+// dropLocked forgets a token.
+func (l *lendings) dropLocked(token [16]byte) {
+	delete(l.given, l.tokens[token].to)
+	delete(l.tokens, token)
+}
+
 // unlend tells everybody who may have mapped memory of a session that ends.
 func (m *Manager) unlend(s *Session) {
 	m.mu.Lock()
@@ -262,6 +294,11 @@ func (m *Manager) unlend(s *Session) {
 		if l.worker == s || l.scheduler == s {
 			gone = append(gone, l.handle)
 			delete(m.lendings.pairs, p)
+		}
+	}
+	for t, of := range m.lendings.tokens { // of this session's memory, and those that it was given
+		if of.to.session == s.ID || of.of.worker == s || of.of.scheduler == s {
+			m.lendings.dropLocked(t)
 		}
 	}
 	var readers []*Session
@@ -276,26 +313,4 @@ func (m *Manager) unlend(s *Session) {
 			o.tell(LentGone{h})
 		}
 	}
-}
-
-// Served is what handoff.Config.Served calls.
-func (m *Manager) Served(instance string, rank uint32, offer [16]byte, reason string) {
-	for _, s := range m.All() {
-		if s.hello.Role == Worker && s.hello.Instance == instance && s.hello.Rank == rank {
-			s.tell(OfferServed{offer, reason})
-		}
-	}
-}
-
-// samePlanes tells whether a worker can copy from lent memory plane by plane.
-func samePlanes(a, b []kvferry.Plane) bool {
-	if len(a) != len(b) {
-		return false
-	}
-	for i := range a {
-		if a[i].Bytes != b[i].Bytes {
-			return false
-		}
-	}
-	return true
 }

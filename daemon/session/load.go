@@ -2,6 +2,7 @@ package session
 
 import (
 	"context"
+	"slices"
 	"time"
 
 	"github.com/kvferry/kvferry"
@@ -164,6 +165,7 @@ func (a *answer) sendParts(at []int, places []tiers.Place, last bool) {
 		return
 	}
 	var count [6]int
+	var sources [Delivered + 1]int
 	for from := 0; from < len(at); {
 		to := from + 1
 		for to < len(at) && at[to] == at[to-1]+1 && to-from < loadPart {
@@ -171,11 +173,16 @@ func (a *answer) sendParts(at []int, places []tiers.Place, last bool) {
 		}
 		r := LoadResult{Operation: a.o.number, First: uint32(at[from]), Last: last && to == len(at), ShardBytes: a.o.s.shape.ShardBytes}
 		for k := from; k < to; k++ {
-			count[a.add(&r, at[k], places[k])]++
+			a.add(&r, at[k], places[k])
 		}
-		if err := a.addMemory(&r); err != nil {
-			a.o.endLoad(OutcomeBusy, err.Error())
-			return
+		a.addMemory(&r)
+		for i, st := range r.Status {
+			count[st]++
+			if r.Source != nil && BlockStatus(st) == Ready {
+				sources[r.Source[i]]++
+			} else if BlockStatus(st) == Ready {
+				sources[InPool]++
+			}
 		}
 		a.o.s.send(r)
 		from = to
@@ -183,15 +190,18 @@ func (a *answer) sendParts(at []int, places []tiers.Place, last bool) {
 	for st, n := range count {
 		a.o.s.m.cfg.Counters.Add(a.o.kind+"_blocks", BlockStatus(st).String(), n)
 	}
+	for f, n := range sources {
+		a.o.s.m.cfg.Counters.Add("ready_blocks", Source(f).String(), n)
+	}
 }
 
 // add tells of block i.
-func (a *answer) add(r *LoadResult, i int, p tiers.Place) BlockStatus {
+func (a *answer) add(r *LoadResult, i int, p tiers.Place) {
 	st, from := Ready, a.source(i)
 	offset, generation, crc := p.Offset, uint64(p.Generation), p.CRC32C
 	switch {
-	case from == InLent || from == InLentUnchecked:
-		offset, generation, crc = uint64(a.lent[i].Block), a.lent[i].Generation, a.lent[i].CRC32C
+	case from == InLent:
+		offset, generation, crc = uint64(a.lent[i].Block), a.lent[i].Generation, 0
 	case from == InPool && p.Slot == 0:
 		st = Miss
 		if a.why != nil && a.why[i] > Ready {
@@ -201,26 +211,25 @@ func (a *answer) add(r *LoadResult, i int, p tiers.Place) BlockStatus {
 	r.Status, r.Source = append(r.Status, byte(st)), append(r.Source, byte(from))
 	r.Offsets, r.HeaderOffsets = append(r.Offsets, offset), append(r.HeaderOffsets, p.HeaderOffset)
 	r.Generations, r.CRC32C = append(r.Generations, generation), append(r.CRC32C, crc)
-	if st == Ready {
-		a.o.s.m.cfg.Counters.Add("ready_blocks", from.String(), 1)
-	}
-	return st
 }
 
-// addMemory tells how to map the memory that blocks of the result are lent in. A result all of whose blocks are in the pool does not speak of sources.
-func (a *answer) addMemory(r *LoadResult) (err error) {
-	pool, lent := true, false
-	for _, f := range r.Source {
-		pool = pool && Source(f) == InPool
-		lent = lent || Source(f) == InLent || Source(f) == InLentUnchecked
+// addMemory tells how to map the memory that blocks of the result are lent in; where its lender is gone by now, they have failed. A result all of whose blocks are in the pool does not
+// speak of sources.
+func (a *answer) addMemory(r *LoadResult) {
+	if slices.Contains(r.Source, byte(InLent)) {
+		var err error
+		if r.Lent, err = a.o.s.m.lentView(a.o.s, a.memory); err != nil {
+			for i, f := range r.Source {
+				if Source(f) == InLent {
+					r.Source[i], r.Status[i] = byte(InPool), byte(Broken)
+					r.Offsets[i], r.Generations[i] = 0, 0
+				}
+			}
+		}
 	}
-	if pool {
+	if !slices.ContainsFunc(r.Source, func(f byte) bool { return Source(f) != InPool }) {
 		r.Source = nil
 	}
-	if lent {
-		r.Lent, err = a.o.s.m.lentView(a.o.s, a.memory)
-	}
-	return err
 }
 
 // endLoad gives the pins of a Load back and ends it; it is finished when nothing writes into its blocks any more. Only the first call does something.
@@ -231,7 +240,8 @@ func (o *operation) endLoad(out Outcome, reason string) {
 		return
 	}
 	o.ended, o.outcome, o.reason = true, out, reason
-	holds, reads, quiet := o.holds, o.reads, o.writes == 0
+	holds, reads := o.holds, o.reads
+	o.writes++ // until all of this is done: a transfer that becomes quiet meanwhile must not finish the operation
 	if o.timer != nil {
 		o.timer.Stop()
 	}
@@ -252,9 +262,7 @@ func (o *operation) endLoad(out Outcome, reason string) {
 	if out != OutcomeCommitted {
 		o.s.wordsMap.decide(o.word, o.number, WordFailed, out, 0)
 	}
-	if quiet {
-		o.finish(out, reason, 0, 0)
-	}
+	o.endWrite()
 }
 
 // Release ends Loads: the process has copied, or no longer wants to. wrong counts blocks whose generation or checksum did not hold: those operations' blocks are read again here,

@@ -38,8 +38,9 @@ type Limits struct {
 	LeaseDefault   time.Duration
 	LeaseMax       time.Duration
 	OfferLifetime  time.Duration
-	EventsUnread   int // events that a process may leave unread before its session is ended
-	BytesUnread    int // and bytes of them
+	FindTimeout    time.Duration // of asking peers for blocks in a Match; engines wait for less
+	EventsUnread   int           // events that a process may leave unread before its session is ended
+	BytesUnread    int           // and bytes of them
 	SpacesPerOwner int
 }
 
@@ -47,7 +48,7 @@ type Limits struct {
 var DefaultLimits = Limits{
 	Sessions: 1024, StoreBlocks: 64, LoadBlocks: 8192, MatchBlocks: 65536, AttachTimeout: 5 * time.Second,
 	StoreDeadline: 10 * time.Second, LoadDeadline: 10 * time.Second, DeadlineMax: time.Minute, LeaseDefault: 30 * time.Second, LeaseMax: 10 * time.Minute,
-	OfferLifetime: 2 * time.Minute, EventsUnread: 1 << 17, BytesUnread: 32 << 20, SpacesPerOwner: 16,
+	OfferLifetime: 2 * time.Minute, FindTimeout: 50 * time.Millisecond, EventsUnread: 1 << 17, BytesUnread: 32 << 20, SpacesPerOwner: 16,
 }
 
 // Config is what a Manager works with. All fields are set before New and never modified after it.
@@ -205,6 +206,15 @@ func (m *Manager) All() []*Session {
 
 // Space is what is known of a space by its id; false where no process of this epoch has named it.
 func (m *Manager) Space(id kvferry.SpaceID) (kvferry.Space, bool) { return m.spaces.find(id) }
+
+// Served is what handoff.Config.Served calls.
+func (m *Manager) Served(instance string, rank uint32, offer [16]byte, reason string) {
+	for _, s := range m.All() {
+		if s.hello.Role == Worker && s.hello.Instance == instance && s.hello.Rank == rank {
+			s.tell(OfferServed{offer, reason})
+		}
+	}
+}
 
 // Drain tells every process that the daemon will stop and refuses new sessions and operations from now on.
 func (m *Manager) Drain(within time.Duration) {

@@ -38,7 +38,7 @@ func (s *Session) Match(ctx context.Context, r Match) (MatchResult, error) {
 		return MatchResult{}, fieldErr(ErrState, "session_id", "the session is closing")
 	}
 	defer s.quiet.Done()
-	s.m.dropFinds(s.hello.Instance, []string{r.RequestID}) // of an earlier look-up
+	s.dropFinds([]string{r.RequestID}, r.Space) // of an earlier look-up
 	ref, shape, ok := s.m.cfg.Ledger.FindSpace(r.Space)
 	if !ok {
 		s.m.cfg.Ledger.Missed(len(r.Hashes) / kvferry.HashSize)
@@ -66,5 +66,5 @@ func (s *Session) ReleaseLease(requests []string) {
 	for _, r := range requests {
 		s.m.cfg.Ledger.ReleaseKey(s.owner(), r)
 	}
-	s.m.dropFinds(s.hello.Instance, requests)
+	s.dropFinds(requests, s.allSpaces()...)
 }

@@ -54,6 +54,7 @@ type Hello struct {
 	EngineVersion  string
 	ServingAddress string
 	Tenant         string
+	EngineStart    string // the same in all processes of one start of the engine
 	Generations    uint32 // of a scheduler: entries of its block generation table; 0: it has none
 	ReadsLent      bool   // of a worker: it can copy from other workers' memory
 }
@@ -124,12 +125,11 @@ type Source uint8
 const (
 	InPool Source = iota
 	InLent
-	InLentUnchecked
 	Delivered
 )
 
 func (s Source) String() string {
-	return [...]string{"pool", "lent", "lent", "delivered"}[min(int(s), 3)]
+	return [...]string{"pool", "lent", "delivered"}[min(int(s), 2)]
 }
 
 // BlockStatus is the answer to a block of a Load. The numbers are those of the protocol.

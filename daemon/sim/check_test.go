@@ -50,14 +50,14 @@ func (n *node) checkClaims() {
 // checkOffers: an offer ends with its scheduler unless it was claimed, and when every rank has what it wanted; and its lease with it.
 func (n *node) checkOffers() {
 	d := n.daemon
-	offers := map[string]int{}
+	registered, ended := int(d.counters.Value("offers", "registered")), 0
 	for _, c := range d.counters.All() {
-		if c.Name == "offers" {
-			offers[c.Reason] = int(c.Value)
+		if c.Name == "offers" && c.Reason != "registered" && c.Reason != "refused" {
+			ended += int(c.Value)
 		}
 	}
-	if ended := offers["done"] + offers["expired"] + offers["session ended"] + offers["withdrawn"] + offers["not claimed again"]; ended+d.registry.OpenOffers() != offers["registered"] {
-		n.w.fatalf("%s: of %d offers %d have ended and %d have not", n.name, offers["registered"], ended, d.registry.OpenOffers())
+	if ended+d.registry.OpenOffers() != registered {
+		n.w.fatalf("%s: of %d offers %d have ended and %d have not", n.name, registered, ended, d.registry.OpenOffers())
 	}
 	schedulers, leases := map[string]bool{}, map[string]int{}
 	for _, p := range n.procs {

@@ -162,6 +162,9 @@ func memfd(w *world, bytes int64) *os.File {
 	if err == nil {
 		_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK)
 	}
+	if err == nil {
+		err = unix.Fchmod(fd, 0o444)
+	}
 	if err != nil {
 		w.fatalf("memfd: %v", err)
 	}
@@ -174,11 +177,11 @@ func (p *proc) die(reason error) {
 		return
 	}
 	p.dead = true
+	p.target.end()
 	if p.s != nil {
 		go p.s.Close(reason) // a real stream's handler does this
 		p.w.apartFromNext()
 	}
-	p.target.end()
 	p.unmap(&p.memory)
 	p.unmap(&p.words)
 	p.unmap(&p.pool)

@@ -71,7 +71,8 @@ func (c *peerCopier) Copy(ctx context.Context, batch []transport.Copy) error {
 		fail(batch, err)
 		return err
 	}
-	if c.link.d.node.w.mutation == notQuiet {
+	switch m := c.link.d.node.w.mutation; {
+	case m == notQuiet && c.target() == nil, m == writesOn && c.target() != nil:
 		return c.copyLoud(ctx, batch)
 	}
 	return c.copy(ctx, batch)
@@ -150,9 +151,9 @@ func (c *peerCopier) one(ctx context.Context, r *rand.Rand, one *transport.Copy)
 		}
 	}
 	want := claim.lies[one.Src[0].Offset] // nil: lent, and the engine may use it again at any moment
-	may := func() {}
+	may := func() bool { return true }
 	if t := c.target(); t != nil {
-		may = func() { t.check(one.Dst[0]) }
+		may = func() bool { return t.check(one.Dst[0]) }
 		w.saw("writes into worker memory", 1)
 	}
 	if err := c.pieces(ctx, r, to, into, from, want, may); err != nil {
@@ -170,7 +171,7 @@ func (c *peerCopier) one(ctx context.Context, r *rand.Rand, one *transport.Copy)
 }
 
 // pieces brings the bytes over, as they are when their turn comes.
-func (c *peerCopier) pieces(ctx context.Context, r *rand.Rand, to *daemon, into, from [][]byte, want []byte, may func()) error {
+func (c *peerCopier) pieces(ctx context.Context, r *rand.Rand, to *daemon, into, from [][]byte, want []byte, may func() bool) error {
 	l, w := c.link, c.link.d.node.w
 	for at, f, t := 0, 0, 0; len(from) > 0; {
 		piece := min(len(from[0])-f, len(into[0])-t, 1+r.IntN(shardBytes/2))
@@ -191,7 +192,9 @@ func (c *peerCopier) pieces(ctx context.Context, r *rand.Rand, to *daemon, into,
 		if want != nil && string(came) != string(want[at:at+piece]) {
 			w.breaks("%s: a slot was used again while it was read under a claim", l.to.name)
 		}
-		may()
+		if !may() {
+			return fmt.Errorf("%w: the process that is written to is gone", transport.ErrLink)
+		}
 		copy(into[0][t:], came)
 		if chance(r, w.net.now().flips) {
 			into[0][t+r.IntN(piece)] ^= 1 << r.IntN(8)

@@ -26,6 +26,9 @@ type engine struct {
 func (w *world) newEngine(name string, ranks uint32) *engine {
 	e := &engine{name: name, ranks: ranks, found: map[string]bool{}, file: memfd(w, 8*blocksOfWorker)}
 	e.table = w.mmap(e.file, 8*blocksOfWorker, unix.PROT_READ|unix.PROT_WRITE)
+	if _, err := unix.FcntlInt(e.file.Fd(), unix.F_ADD_SEALS, unix.F_SEAL_FUTURE_WRITE); err != nil {
+		w.fatalf("seal the table: %v", err)
+	}
 	return e
 }
 
@@ -114,18 +117,20 @@ func (t *target) count(batch []transport.Copy, by int) {
 	}
 }
 
-// check is called before something is written.
-func (t *target) check(s kvferry.Segment) {
+// check is called before something is written. It answers false where nobody is left to see it.
+func (t *target) check(s kvferry.Segment) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	o, ok := t.lent[blockAt(s)]
 	switch {
 	case t.words == nil:
+		return false
 	case !ok:
 		t.w.breaks("%s: a block is written that is not lent", t.name)
 	case atomic.LoadUint64((*uint64)(unsafe.Pointer(&t.words[64*t.word[o]+16]))) == o:
 		t.w.breaks("%s: a block of operation %d is written after its quiet word", t.name, o)
 	}
+	return true
 }
 
 // lentView is another worker's memory as a process has mapped it.

@@ -5,6 +5,7 @@ import (
 	"math/rand/v2"
 	"testing"
 
+	"github.com/kvferry/kvferry"
 	"github.com/kvferry/kvferry/daemon/handoff"
 )
 
@@ -17,6 +18,8 @@ const (
 	noRevoke      mutation = "an engine uses blocks again without revoking"
 	notQuiet      mutation = "memory is given back at the deadline, quiet or not"
 	noClaimID     mutation = "a repeated claim is a new one"
+	noConfirm     mutation = "the peer is not asked whether lent blocks still were what was offered"
+	writesOn      mutation = "a copier goes on writing into worker memory after it has returned"
 	noChecksum    mutation = "the checksum is that of what was sent, not of what came"
 )
 
@@ -25,7 +28,7 @@ const mutatedSeeds = 50
 
 // TestMutations proves that the simulation bites.
 func TestMutations(t *testing.T) {
-	for _, m := range []mutation{noGenerations, noRevoke, notQuiet, noClaimID, noChecksum} {
+	for _, m := range []mutation{noGenerations, noRevoke, notQuiet, writesOn, noClaimID, noConfirm, noChecksum} {
 		t.Run(string(m), func(t *testing.T) {
 			for n := uint64(1); n <= mutatedSeeds; n++ {
 				if _, err := run(t, n, m, counts{}); err != nil {
@@ -40,8 +43,11 @@ func TestMutations(t *testing.T) {
 
 // control is the way to peers.
 func (m mutation) control(c *control) handoff.Control {
-	if m == noClaimID {
+	switch m {
+	case noClaimID:
 		return &newClaims{c}
+	case noConfirm:
+		return &believer{c}
 	}
 	return c
 }
@@ -56,6 +62,18 @@ func (c *newClaims) Claim(ctx context.Context, address string, q handoff.ClaimRe
 		another.ClaimID = rand.Uint64()
 		return to.claim(ctx, another, q)
 	})
+}
+
+// believer takes what was lent for what was offered.
+type believer struct{ *control }
+
+// Confirm is handoff.Control.
+func (c *believer) Confirm(ctx context.Context, address string, epoch kvferry.Epoch, key [16]byte, offsets []uint64) ([]bool, []uint32, error) {
+	held, crcs, err := c.control.Confirm(ctx, address, epoch, key, offsets)
+	for i := range held {
+		held[i] = true
+	}
+	return held, crcs, err
 }
 
 // checksum is what a copier says it has computed.

@@ -31,7 +31,7 @@ type weather struct {
 
 func newNetwork(w *world) *network {
 	n := &network{w: w}
-	if bad := w.r.IntN(4); bad > 0 { // else only what the steps do to it
+	if bad := w.r.IntN(6) - 2; bad > 0 { // else only what the steps do to it
 		n.weather = weather{lost: 12 * bad, resets: 8 * bad, twice: 60 * bad, slow: 8 * bad, flips: 4 * bad, breaks: 6 * bad, hangs: 2 * bad}
 	}
 	n.weather.pace = 1 + w.r.IntN(16)
@@ -266,7 +266,7 @@ func (c *control) Confirm(ctx context.Context, address string, epoch kvferry.Epo
 		}
 		w := to.node.w
 		w.book.renewed(key)
-		if p.held, p.crcs, err = to.registry.Confirm(key, offsets); err != nil {
+		if p.held, p.crcs, err = to.registry.Confirm(ctx, key, offsets); err != nil {
 			return p, err
 		}
 		for i, held := range p.held {

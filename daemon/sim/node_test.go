@@ -149,6 +149,7 @@ func (n *node) down() *daemon {
 // stop ends the daemon as a signal does: everything becomes quiet first.
 func (n *node) stop() {
 	for _, p := range n.procs {
+		p.target.end()
 		if p.s != nil {
 			go p.s.Close(context.Canceled)
 			synctest.Wait()

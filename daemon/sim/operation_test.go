@@ -167,7 +167,7 @@ func (p *proc) copyResults(o *simOp) bool {
 			continue
 		}
 		for k := range r.Status {
-			if o.source(r, k) == session.InLent || o.source(r, k) == session.InLentUnchecked {
+			if o.source(r, k) == session.InLent {
 				p.copyLentBlock(o, r, k, o.views[i], half, i < o.halved)
 			}
 		}
@@ -207,9 +207,6 @@ func (p *proc) copyLentBlock(o *simOp, r *session.LoadResult, i int, v *lentView
 		return
 	}
 	got := p.read(o.blocks[at])
-	if o.source(r, i) == session.InLent && crcOf(got) != r.CRC32C[i] {
-		p.w.fatalf("%s: a lent block's bytes changed and its generation did not", p.name)
-	}
 	if string(got) != string(content(o.hashes[at].Hash, p.ranks, p.rank)) {
 		p.w.fatalf("%s: lent block %d of the offer holds wrong bytes", p.name, at)
 	}

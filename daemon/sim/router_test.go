@@ -18,6 +18,7 @@ import (
 type router struct {
 	tickets []*ticket
 	claims  []foreignClaim
+	lent    []lentOffer // some of the last that are not kept
 	prompts []*prompt
 }
 
@@ -86,7 +87,42 @@ func (w *world) lend(s *proc, ranks []*proc, offer [16]byte, blocks []tiers.Bloc
 			p.store(blocks, ids)
 		}
 	}
+	if !keep {
+		w.router.lent = append(w.router.lent, lentOffer{ranks, ids})
+		if len(w.router.lent) > 4 {
+			w.router.lent = w.router.lent[1:]
+		}
+	}
 	return handoff.LentBlocks{Region: 1, IDs: ids, Generations: s.engine.generations(ids)}
+}
+
+// lentOffer is what an engine may use again although somebody may be reading it.
+type lentOffer struct {
+	ranks  []*proc
+	blocks []uint32
+}
+
+// reuse has an engine use blocks again that it has offered: most often while something is being read.
+func (w *world) reuse() {
+	if len(w.router.lent) == 0 || (!w.net.busy() && w.r.IntN(4) > 0) {
+		return
+	}
+	i := w.r.IntN(len(w.router.lent))
+	o := w.router.lent[i]
+	w.router.lent = append(w.router.lent[:i], w.router.lent[i+1:]...)
+	for _, b := range o.blocks {
+		used := false
+		for _, p := range o.ranks {
+			used = used || p.dead || p.engine.dead || p.busy[b] > 0
+		}
+		if used {
+			continue // by a store of it, or for something else
+		}
+		o.ranks[0].engine.bump([]uint32{b})
+		for _, p := range o.ranks {
+			p.write(b, make([]byte, shardBytes))
+		}
+	}
 }
 
 // newOffer makes an offer and gives its ticket to the router.
@@ -194,7 +230,7 @@ func (w *world) deliver(n *node) {
 	if p == nil {
 		return
 	}
-	odd := w.r.IntN(8) == 0
+	odd := w.r.IntN(5) == 0
 	var fit []*ticket
 	for _, t := range w.router.tickets {
 		if odd || (t.ranks == p.ranks && t.scheduler.node != n) {

@@ -22,6 +22,8 @@ var reached = []string{
 	"offers/done", "offers/expired", "offers/session ended", "sessions_closed/process_gone", "peers/degraded", "peers/recovered", "peers/refused",
 	"fetch_blocks/fetched", "fetch_blocks/not_there", "fetch_blocks/failed", "fetch_blocks/too_late", "broken_blocks/peer",
 	"loaded blocks", "stale loads", "stale after a restart", "claimed blocks", "restarts", "crashes", "crashes in mid-copy", "crashes of who is read", "crashes of who reads", "freezes", "partitions",
+	"prompts completed", "prompts aborted", "claims before the offer", "lent blocks", "stale lent blocks", "lent blocks over the network", "stale reads refused", "blocks into worker memory",
+	"delivered blocks", "offers served", "blocks found at peers", "offers/withdrawn", "fetch_blocks/delivered", "fetch_blocks/lent",
 	"blocks over the network", "requests lost", "answers lost", "requests twice", "claims twice", "claims renewed", "flips", "links broken", "links hung",
 	"refused: another instance", "refused: epoch", "refused: tp", "refused: secret", "tickets again", "tickets of another epoch", "offers of a dead scheduler",
 }

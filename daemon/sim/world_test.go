@@ -132,8 +132,10 @@ func (w *world) step() {
 		w.prefill(node)
 	case n < 270:
 		w.deliver(node)
-	case n < 350:
+	case n < 315:
 		w.store(node)
+	case n < 350:
+		w.reuse()
 	case n < 400:
 		w.chunk()
 	case n < 590:

@@ -238,10 +238,9 @@ func (BlockStatus) EnumDescriptor() ([]byte, []int) {
 type BlockSource int32
 
 const (
-	BlockSource_BLOCK_SOURCE_POOL           BlockSource = 0 // in the pool: see LoadResult
-	BlockSource_BLOCK_SOURCE_LENT           BlockSource = 1 // in LoadResult.lent: offsets[i] is its block id there, generations[i] what its entry of the table must hold before and after the copy, header_offsets[i] 0
-	BlockSource_BLOCK_SOURCE_LENT_UNCHECKED BlockSource = 2 // the same, and crc32c[i] is not known
-	BlockSource_BLOCK_SOURCE_DELIVERED      BlockSource = 3 // in the block that Accept lent, checked and quiet: there is nothing to copy
+	BlockSource_BLOCK_SOURCE_POOL      BlockSource = 0 // in the pool: see LoadResult
+	BlockSource_BLOCK_SOURCE_LENT      BlockSource = 1 // in LoadResult.lent: offsets[i] is its block id there, generations[i] what its entry of the table must hold before and after the copy; header_offsets[i] and crc32c[i] are 0
+	BlockSource_BLOCK_SOURCE_DELIVERED BlockSource = 2 // in the block that Accept lent, checked and quiet: there is nothing to copy
 )
 
 // Enum value maps for BlockSource.
@@ -249,14 +248,12 @@ var (
 	BlockSource_name = map[int32]string{
 		0: "BLOCK_SOURCE_POOL",
 		1: "BLOCK_SOURCE_LENT",
-		2: "BLOCK_SOURCE_LENT_UNCHECKED",
-		3: "BLOCK_SOURCE_DELIVERED",
+		2: "BLOCK_SOURCE_DELIVERED",
 	}
 	BlockSource_value = map[string]int32{
-		"BLOCK_SOURCE_POOL":           0,
-		"BLOCK_SOURCE_LENT":           1,
-		"BLOCK_SOURCE_LENT_UNCHECKED": 2,
-		"BLOCK_SOURCE_DELIVERED":      3,
+		"BLOCK_SOURCE_POOL":      0,
+		"BLOCK_SOURCE_LENT":      1,
+		"BLOCK_SOURCE_DELIVERED": 2,
 	}
 )
 
@@ -783,6 +780,7 @@ type Hello struct {
 	ServingAddress string                 `protobuf:"bytes,10,opt,name=serving_address,json=servingAddress,proto3" json:"serving_address,omitempty"` // host:port that the router sends requests to; may be empty
 	Tenant         string                 `protobuf:"bytes,11,opt,name=tenant,proto3" json:"tenant,omitempty"`                                       // default tenant of its requests; at most 128 bytes
 	Generations    uint32                 `protobuf:"varint,12,opt,name=generations,proto3" json:"generations,omitempty"`                            // of a scheduler: entries of its block generation table (WIRE.md), one a block id of its workers; 0: it has none, and its offers go by way of the pool
+	EngineStart    string                 `protobuf:"bytes,14,opt,name=engine_start,json=engineStart,proto3" json:"engine_start,omitempty"`          // names this start of the engine, the same in all its processes and in no other start; at most 128 bytes. Memory is lent only where scheduler and worker have the same
 	ReadsLent      bool                   `protobuf:"varint,13,opt,name=reads_lent,json=readsLent,proto3" json:"reads_lent,omitempty"`               // of a worker: it can copy from another worker's lent memory (LoadResult.source)
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
@@ -900,6 +898,13 @@ func (x *Hello) GetGenerations() uint32 {
 		return x.Generations
 	}
 	return 0
+}
+
+func (x *Hello) GetEngineStart() string {
+	if x != nil {
+		return x.EngineStart
+	}
+	return ""
 }
 
 func (x *Hello) GetReadsLent() bool {
@@ -1726,7 +1731,8 @@ func (x *Load) GetDeadlineMs() uint32 {
 // ticket names, or read by the worker itself out of the memory of the worker that offers them, where that is on this node.
 //
 // With block_ids, these blocks of a writable region are lent to the daemon, which may write what comes straight into them (source
-// DELIVERED). The worker must not touch, report or give back any of them before the operation is quiet (WIRE.md, operation words), however it ended.
+// DELIVERED). The worker must not touch, report or give back any that is not DELIVERED before the operation is quiet (WIRE.md, operation words), however it ended.
+// Without Welcome.direct nothing is ever written there.
 type Accept struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Load          *Load                  `protobuf:"bytes,1,opt,name=load,proto3" json:"load,omitempty"`
@@ -3038,7 +3044,7 @@ const file_kvferry_v1_engine_proto_rawDesc = "" +
 	"\bdraining\x18\a \x01(\v2\x14.kvferry.v1.DrainingH\x00R\bdraining\x12<\n" +
 	"\foffer_served\x18\b \x01(\v2\x17.kvferry.v1.OfferServedH\x00R\vofferServed\x123\n" +
 	"\tlent_gone\x18\t \x01(\v2\x14.kvferry.v1.LentGoneH\x00R\blentGoneB\t\n" +
-	"\amessage\"\xae\x03\n" +
+	"\amessage\"\xd1\x03\n" +
 	"\x05Hello\x12!\n" +
 	"\fwire_version\x18\x01 \x01(\rR\vwireVersion\x12$\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x10.kvferry.v1.RoleR\x04role\x12\x1a\n" +
@@ -3052,7 +3058,8 @@ const file_kvferry_v1_engine_proto_rawDesc = "" +
 	"\x0fserving_address\x18\n" +
 	" \x01(\tR\x0eservingAddress\x12\x16\n" +
 	"\x06tenant\x18\v \x01(\tR\x06tenant\x12 \n" +
-	"\vgenerations\x18\f \x01(\rR\vgenerations\x12\x1d\n" +
+	"\vgenerations\x18\f \x01(\rR\vgenerations\x12!\n" +
+	"\fengine_start\x18\x0e \x01(\tR\vengineStart\x12\x1d\n" +
 	"\n" +
 	"reads_lent\x18\r \x01(\bR\treadsLent\"\xe9\x03\n" +
 	"\x05Space\x12\x14\n" +
@@ -3277,12 +3284,11 @@ const file_kvferry_v1_engine_proto_rawDesc = "" +
 	"\x11BLOCK_STATUS_MISS\x10\x02\x12\x15\n" +
 	"\x11BLOCK_STATUS_BUSY\x10\x03\x12\x17\n" +
 	"\x13BLOCK_STATUS_FAILED\x10\x04\x12\x18\n" +
-	"\x14BLOCK_STATUS_EXPIRED\x10\x05*x\n" +
+	"\x14BLOCK_STATUS_EXPIRED\x10\x05*W\n" +
 	"\vBlockSource\x12\x15\n" +
 	"\x11BLOCK_SOURCE_POOL\x10\x00\x12\x15\n" +
-	"\x11BLOCK_SOURCE_LENT\x10\x01\x12\x1f\n" +
-	"\x1bBLOCK_SOURCE_LENT_UNCHECKED\x10\x02\x12\x1a\n" +
-	"\x16BLOCK_SOURCE_DELIVERED\x10\x03*\x9f\x01\n" +
+	"\x11BLOCK_SOURCE_LENT\x10\x01\x12\x1a\n" +
+	"\x16BLOCK_SOURCE_DELIVERED\x10\x02*\x9f\x01\n" +
 	"\aOutcome\x12\x17\n" +
 	"\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11OUTCOME_COMMITTED\x10\x01\x12\x13\n" +

@@ -88,7 +88,7 @@ type ClaimRequest struct {
 	Rank          uint32                 `protobuf:"varint,6,opt,name=rank,proto3" json:"rank,omitempty"`
 	ClaimId       uint64                 `protobuf:"varint,7,opt,name=claim_id,json=claimId,proto3" json:"claim_id,omitempty"`        // chosen by the claimer, one for each attempt of a request
 	SpaceId       []byte                 `protobuf:"bytes,8,opt,name=space_id,json=spaceId,proto3" json:"space_id,omitempty"`         // 32 bytes
-	Hashes        []byte                 `protobuf:"bytes,9,opt,name=hashes,proto3" json:"hashes,omitempty"`                          // packed; a part of the offer's blocks
+	Hashes        []byte                 `protobuf:"bytes,9,opt,name=hashes,proto3" json:"hashes,omitempty"`                          // packed; those of the offer's blocks that the claimer lacks, in its order. A claim that ends well ends the offer for its rank
 	WaitMs        uint32                 `protobuf:"varint,10,opt,name=wait_ms,json=waitMs,proto3" json:"wait_ms,omitempty"`          // at most 5000
 	Tp            uint32                 `protobuf:"varint,11,opt,name=tp,proto3" json:"tp,omitempty"`                                // ranks of the claimer: must equal the offer's
 	ReadsLent     bool                   `protobuf:"varint,12,opt,name=reads_lent,json=readsLent,proto3" json:"reads_lent,omitempty"` // LENT may be answered
@@ -445,7 +445,8 @@ type FetchRequest struct {
 	Hashes        []byte                 `protobuf:"bytes,3,opt,name=hashes,proto3" json:"hashes,omitempty"`                  // packed, the chain from the first block that is wanted
 	Instance      string                 `protobuf:"bytes,4,opt,name=instance,proto3" json:"instance,omitempty"`              // that will claim; 1..128 bytes
 	Tp            uint32                 `protobuf:"varint,5,opt,name=tp,proto3" json:"tp,omitempty"`
-	LeaseMs       uint32                 `protobuf:"varint,6,opt,name=lease_ms,json=leaseMs,proto3" json:"lease_ms,omitempty"` // at most 600000
+	LeaseMs       uint32                 `protobuf:"varint,6,opt,name=lease_ms,json=leaseMs,proto3" json:"lease_ms,omitempty"`      // at most 60000
+	RequestId     string                 `protobuf:"bytes,7,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"` // a later Fetch of the same instance and request replaces this one; at most 256 bytes
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -520,6 +521,13 @@ func (x *FetchRequest) GetLeaseMs() uint32 {
 		return x.LeaseMs
 	}
 	return 0
+}
+
+func (x *FetchRequest) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
 }
 
 type FetchResponse struct {
@@ -845,14 +853,16 @@ const file_kvferry_v1_peer_proto_rawDesc = "" +
 	"\aoffsets\x18\x03 \x03(\x04R\aoffsets\"=\n" +
 	"\x0fConfirmResponse\x12\x12\n" +
 	"\x04held\x18\x01 \x01(\fR\x04held\x12\x16\n" +
-	"\x06crc32c\x18\x02 \x03(\aR\x06crc32c\"\xab\x01\n" +
+	"\x06crc32c\x18\x02 \x03(\aR\x06crc32c\"\xca\x01\n" +
 	"\fFetchRequest\x12!\n" +
 	"\fwire_version\x18\x01 \x01(\rR\vwireVersion\x12\x19\n" +
 	"\bspace_id\x18\x02 \x01(\fR\aspaceId\x12\x16\n" +
 	"\x06hashes\x18\x03 \x01(\fR\x06hashes\x12\x1a\n" +
 	"\binstance\x18\x04 \x01(\tR\binstance\x12\x0e\n" +
 	"\x02tp\x18\x05 \x01(\rR\x02tp\x12\x19\n" +
-	"\blease_ms\x18\x06 \x01(\rR\aleaseMs\"\xac\x01\n" +
+	"\blease_ms\x18\x06 \x01(\rR\aleaseMs\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\a \x01(\tR\trequestId\"\xac\x01\n" +
 	"\rFetchResponse\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\fR\x05epoch\x12\x19\n" +
 	"\boffer_id\x18\x02 \x01(\fR\aofferId\x12\x16\n" +

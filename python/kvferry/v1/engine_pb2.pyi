@@ -38,7 +38,6 @@ class BlockSource(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     BLOCK_SOURCE_POOL: _ClassVar[BlockSource]
     BLOCK_SOURCE_LENT: _ClassVar[BlockSource]
-    BLOCK_SOURCE_LENT_UNCHECKED: _ClassVar[BlockSource]
     BLOCK_SOURCE_DELIVERED: _ClassVar[BlockSource]
 
 class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -67,7 +66,6 @@ BLOCK_STATUS_FAILED: BlockStatus
 BLOCK_STATUS_EXPIRED: BlockStatus
 BLOCK_SOURCE_POOL: BlockSource
 BLOCK_SOURCE_LENT: BlockSource
-BLOCK_SOURCE_LENT_UNCHECKED: BlockSource
 BLOCK_SOURCE_DELIVERED: BlockSource
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_COMMITTED: Outcome
@@ -126,7 +124,7 @@ class SessionResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., space_ready: _Optional[_Union[SpaceReady, _Mapping]] = ..., operation_end: _Optional[_Union[OperationEnd, _Mapping]] = ..., load_result: _Optional[_Union[LoadResult, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., offer_served: _Optional[_Union[OfferServed, _Mapping]] = ..., lent_gone: _Optional[_Union[LentGone, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("wire_version", "role", "instance", "rank", "ranks", "space", "regions", "engine", "engine_version", "serving_address", "tenant", "generations", "reads_lent")
+    __slots__ = ("wire_version", "role", "instance", "rank", "ranks", "space", "regions", "engine", "engine_version", "serving_address", "tenant", "generations", "engine_start", "reads_lent")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +137,7 @@ class Hello(_message.Message):
     SERVING_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_START_FIELD_NUMBER: _ClassVar[int]
     READS_LENT_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     role: Role
@@ -152,8 +151,9 @@ class Hello(_message.Message):
     serving_address: str
     tenant: str
     generations: int
+    engine_start: str
     reads_lent: bool
-    def __init__(self, wire_version: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., instance: _Optional[str] = ..., rank: _Optional[int] = ..., ranks: _Optional[int] = ..., space: _Optional[_Union[Space, _Mapping]] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., serving_address: _Optional[str] = ..., tenant: _Optional[str] = ..., generations: _Optional[int] = ..., reads_lent: bool = ...) -> None: ...
+    def __init__(self, wire_version: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., instance: _Optional[str] = ..., rank: _Optional[int] = ..., ranks: _Optional[int] = ..., space: _Optional[_Union[Space, _Mapping]] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., serving_address: _Optional[str] = ..., tenant: _Optional[str] = ..., generations: _Optional[int] = ..., engine_start: _Optional[str] = ..., reads_lent: bool = ...) -> None: ...
 
 class Space(_message.Message):
     __slots__ = ("model", "revision", "weights_generation", "kv_dtype", "block_tokens", "group", "attention", "layers", "heads", "head_size", "layout", "tp", "pp", "dcp", "shard_kind", "hash_algorithm", "hash_seed")
