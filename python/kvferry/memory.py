@@ -27,7 +27,6 @@ class SharedMemory:
             # Who is given a descriptor for reading shall not open it for writing.
             os.fchmod(self.fd, 0o444)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-            os.fchmod(self.fd, 0o444)  # whoever it is lent to must not open it once more, for writing
             self.map = mmap.mmap(self.fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
             with contextlib.suppress(OSError):  # as the engine's own memory may have had them
                 self.map.madvise(mmap.MADV_HUGEPAGE)
