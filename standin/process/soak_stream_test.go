@@ -119,6 +119,13 @@ func (r *request) run(served func(blocks bool)) (rest []uint32, err error) {
 	if r.id, err = standin.OfferID(r.ticket); err != nil {
 		return nil, err
 	}
+	if q.OpenEnded {
+		defer func() {
+			if err != nil { // nobody will complete it
+				_ = r.p.EndOffer(ctx, r.id)
+			}
+		}()
+	}
 	served(q.Blocks != nil)
 	if err := r.d.Scribble(ctx, numbers(r.place, streamRoom)); err != nil {
 		return nil, err
