@@ -247,6 +247,8 @@ func (s *soak) endsOnce(w *Worker, disturbed func() bool, r *request) {
 		case <-s.stop.Done():
 		case <-time.After(2 * time.Second):
 		}
+		ctx, cancel := context.WithTimeout(ctx, time.Second) // a session that was opened since knows nothing of it
+		defer cancel()
 		if again, e := w.Served(ctx, r.id); e == nil {
 			reason = again
 		}
