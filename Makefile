@@ -74,6 +74,10 @@ demo: build ## two nodes, a real trace, every byte compared (KEEP=1 leaves it ru
 demo-vllm: build ## the same with real vLLM engines on this machine's CPU
 	scripts/demo-vllm
 
+.PHONY: bench-ttft
+bench-ttft: build ## the time to the first token of a long prompt with real vLLM engines: recomputed, staged, direct, overlapped
+	scripts/bench-ttft
+
 .PHONY: test-vllm
 test-vllm: build ## the connector with the real engine: the part that CI runs
 	scripts/test-vllm

@@ -119,6 +119,8 @@ type FetcherConfig struct {
 	Counters *counters.Set
 	Log      *slog.Logger
 	Peers    int // at most
+	// PartBytes is about how much one transfer of a fetch has; 0: 8 MiB. The simulation's blocks are small.
+	PartBytes uint64
 }
 
 // Fetcher brings offered blocks from where they lie into the pool of this node.
@@ -135,7 +137,12 @@ type Fetcher struct {
 }
 
 // NewFetcher makes one without peers.
-func NewFetcher(cfg FetcherConfig) *Fetcher { return &Fetcher{cfg: cfg, peers: map[string]*peer{}} }
+func NewFetcher(cfg FetcherConfig) *Fetcher {
+	if cfg.PartBytes == 0 {
+		cfg.PartBytes = partBytes
+	}
+	return &Fetcher{cfg: cfg, peers: map[string]*peer{}}
+}
 
 // partBytes is about how much one transfer of a fetch has: what has come is used while the rest is under way.
 const partBytes = 8 << 20

@@ -116,7 +116,7 @@ func (r *remote) read(ctx context.Context, a ClaimAnswer, at []int) (again []int
 	}
 	var parts []*transferIn
 	add := func(i int, dst []kvferry.Segment, fill *tiers.Fill) {
-		if len(parts) == 0 || parts[len(parts)-1].bytes >= partBytes {
+		if len(parts) == 0 || parts[len(parts)-1].bytes >= r.f.cfg.PartBytes {
 			parts = append(parts, &transferIn{r: r, done: make(chan struct{})})
 		}
 		it := item{at: at[i], fill: fill, crc: a.CRC32C[i]}

@@ -50,21 +50,23 @@ func (n *node) checkClaims() {
 // checkOffers: an offer ends with its scheduler unless it was claimed, and when every rank has what it wanted; and its lease with it.
 func (n *node) checkOffers() {
 	d := n.daemon
-	registered, ended := int(d.counters.Value("offers", "registered")), 0
+	registered, over := int(d.counters.Value("offers", "registered")), 0
 	for _, c := range d.counters.All() {
 		if c.Name == "offers" && c.Reason != "registered" && c.Reason != "refused" {
-			ended += int(c.Value)
+			over += int(c.Value)
 		}
 	}
-	if ended+d.registry.OpenOffers() != registered {
-		n.w.fatalf("%s: of %d offers %d have ended and %d have not", n.name, registered, ended, d.registry.OpenOffers())
+	if over+d.registry.OpenOffers() != registered {
+		n.w.fatalf("%s: of %d offers %d have ended and %d have not", n.name, registered, over, d.registry.OpenOffers())
 	}
+	ended := map[[16]byte]bool{}
 	schedulers, leases := map[string]bool{}, map[string]int{}
 	for _, p := range n.procs {
 		schedulers[p.engine.name] = schedulers[p.engine.name] || p.s != nil && p.role == session.Scheduler
 	}
 	for _, v := range d.registry.List(time.Now()) {
 		if v.State == handoff.Ended {
+			ended[v.ID] = true
 			continue
 		}
 		leases[v.Instance]++
@@ -79,9 +81,17 @@ func (n *node) checkOffers() {
 		if p.s == nil || n.isFrozen() {
 			continue
 		}
-		v := p.s.View()
-		if p.role == session.Worker && len(p.ops) == 0 && v.Pins > 0 {
-			n.w.fatalf("%s has no operation and %d pins", p.name, v.Pins)
+		for id := range p.kept {
+			if ended[id] {
+				n.w.fatalf("%s keeps blocks for an offer that has ended, and was not told", p.name)
+			}
+		}
+		v, pins := p.s.View(), 0
+		for _, o := range p.ops {
+			pins += o.pooled()
+		}
+		if p.role == session.Worker && v.Pins > pins {
+			n.w.fatalf("%s has %d pins, and was told of %d blocks in the pool", p.name, v.Pins, pins)
 		}
 		if most := leases[p.engine.name] + len(p.matched); p.role == session.Scheduler && v.Leases > most {
 			n.w.fatalf("%s has %d leases, of %d offers and matches", p.name, v.Leases, most)

@@ -71,6 +71,9 @@ func (w *world) openEngine(n *node) {
 		p.die(session.ErrProcessGone)
 		return true
 	})
+	if n.replaceWorker() {
+		return
+	}
 	alive := map[*engine]bool{}
 	for _, p := range n.procs {
 		alive[p.engine] = true
@@ -84,6 +87,27 @@ func (w *world) openEngine(n *node) {
 	for rank := range e.ranks {
 		n.procs = append(n.procs, w.newProc(n, e, session.Worker, rank))
 	}
+}
+
+// replaceWorker starts a rank again that has died under its scheduler: its memory is another.
+func (n *node) replaceWorker() bool {
+	for _, s := range n.procs {
+		if s.role != session.Scheduler || s.s == nil || s.dead {
+			continue
+		}
+		have := map[uint32]bool{}
+		for _, p := range n.procs {
+			have[p.rank] = have[p.rank] || p.engine == s.engine && p.role == session.Worker
+		}
+		for rank := range s.ranks {
+			if !have[rank] {
+				n.procs = append(n.procs, n.w.newProc(n, s.engine, session.Worker, rank))
+				n.w.saw("workers replaced", 1)
+				return true
+			}
+		}
+	}
+	return false
 }
 
 func (w *world) newProc(n *node, e *engine, role session.Role, rank uint32) *proc {

@@ -14,11 +14,11 @@ import (
 // gate holds local copies back in their middle: half of the bytes are moved before, half after, so that whatever happens in between tears them.
 type gate struct {
 	mu      sync.Mutex
-	waiting []*held
+	waiting []*heldCopy
 	open    bool
 }
 
-type held struct {
+type heldCopy struct {
 	from    kvferry.Segment // names the copy: a block is stored by one operation at a time
 	release chan error
 }
@@ -34,7 +34,7 @@ func (n *node) releaseCopy(err error) {
 	if len(g.waiting) == 0 {
 		return
 	}
-	slices.SortFunc(g.waiting, func(x, y *held) int {
+	slices.SortFunc(g.waiting, func(x, y *heldCopy) int {
 		return cmp.Or(cmp.Compare(x.from.Region, y.from.Region), cmp.Compare(x.from.Offset, y.from.Offset))
 	})
 	i := n.w.r.IntN(len(g.waiting))
@@ -73,7 +73,7 @@ func (g *gate) wait(ctx context.Context, from kvferry.Segment, deaf bool) error 
 		g.mu.Unlock()
 		return nil
 	}
-	h := &held{from: from, release: make(chan error, 1)}
+	h := &heldCopy{from: from, release: make(chan error, 1)}
 	g.waiting = append(g.waiting, h)
 	g.mu.Unlock()
 	done := ctx.Done()

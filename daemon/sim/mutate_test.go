@@ -3,6 +3,7 @@ package sim
 import (
 	"context"
 	"math/rand/v2"
+	"regexp"
 	"testing"
 
 	"github.com/kvferry/kvferry"
@@ -28,13 +29,26 @@ const mutatedSeeds = 50
 
 // TestMutations proves that the simulation bites.
 func TestMutations(t *testing.T) {
-	for _, m := range []mutation{noGenerations, noRevoke, notQuiet, writesOn, noClaimID, noConfirm, noChecksum} {
+	for m, found := range map[mutation]string{
+		noGenerations: "generation did not|earlier epoch|wrong bytes",
+		noRevoke:      "wrong bytes",
+		notQuiet:      "while a copy still writes into it|not reserved",
+		writesOn:      "quiet|not lent",
+		noClaimID:     "made twice|claims, of which",
+		noConfirm:     "wrong bytes",
+		noChecksum:    "wrong bytes",
+	} {
 		t.Run(string(m), func(t *testing.T) {
 			for n := uint64(1); n <= mutatedSeeds; n++ {
-				if _, err := run(t, n, m, counts{}); err != nil {
-					t.Log(err)
-					return
+				_, err := run(t, n, m, counts{})
+				if err == nil {
+					continue
 				}
+				if !regexp.MustCompile(found).MatchString(err.Error()) {
+					t.Fatalf("something else was found: %v", err)
+				}
+				t.Log(err)
+				return
 			}
 			t.Errorf("%d seeds did not notice it", mutatedSeeds)
 		})

@@ -98,7 +98,7 @@ func (n *node) start() {
 	})
 	d.fetcher = handoff.NewFetcher(handoff.FetcherConfig{
 		Epoch: d.epoch, Address: n.name, Ledger: d.ledger, Pool: d.memory, Registry: d.registry, Control: n.w.mutation.control(&control{d}), NewLink: d.newLink, Resolve: n.resolve,
-		Counters: &d.counters, Log: log, Peers: 4,
+		Counters: &d.counters, Log: log, Peers: 4, PartBytes: 3 * shardBytes,
 	})
 	limits := session.DefaultLimits
 	limits.StoreDeadline, limits.LoadDeadline = 2*time.Second, 3*time.Second
@@ -200,7 +200,8 @@ func (d *daemon) close() {
 	d.end()
 	d.fetcher.Close()
 	d.link.Close()
-	synctest.Wait() // whoever reads the pool has seen that it is gone
+	d.registry.Expire(time.Now().Add(time.Hour)) // what a dead process has mapped is gone with it
+	synctest.Wait()                              // whoever reads the pool has seen that it is gone
 	for _, c := range d.counters.All() {
 		d.node.w.saw(c.Name+"/"+c.Reason, int(c.Value))
 	}

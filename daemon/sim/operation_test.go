@@ -190,6 +190,19 @@ func (o *simOp) source(r *session.LoadResult, i int) session.Source {
 	return session.Source(r.Source[i])
 }
 
+// pooled is how many blocks of the pool the process was told of.
+func (o *simOp) pooled() (n int) {
+	for i := range o.results {
+		r := &o.results[i]
+		for k := range r.Status {
+			if session.BlockStatus(r.Status[k]) == session.Ready && o.source(r, k) == session.InPool {
+				n++
+			}
+		}
+	}
+	return n
+}
+
 // copyLentBlock copies a block out of another worker's memory, or one half of it.
 func (p *proc) copyLentBlock(o *simOp, r *session.LoadResult, i int, v *lentView, half, rest bool) {
 	at := int(r.First) + i

@@ -12,6 +12,7 @@ import (
 	"github.com/kvferry/kvferry/tiers"
 	"github.com/kvferry/kvferry/tiers/tierstest"
 	"github.com/kvferry/kvferry/transport"
+	"github.com/kvferry/kvferry/transport/tcp"
 )
 
 // router carries tickets from prefill to decode engines: late, twice, to another one, or never.
@@ -252,6 +253,8 @@ func (w *world) deliver(n *node) {
 			sent.Secret[0] ^= 1
 		case odd == 1:
 			sent.Addresses = []string{"elsewhere"}
+		case odd == 2:
+			sent.Epoch = kvferry.Epoch{} // of an offer that names its daemon's, unless the router chose it
 		case odd < 20 && t.ranks != p.ranks: // a router that mixes things up
 			sent.Space = p.space
 		}
@@ -279,6 +282,8 @@ type foreignClaim struct {
 	hashes []tiers.Block
 	ranks  uint32
 	rank   uint32
+	grant  tcp.Grant      // nil: nothing is being read
+	held   map[int][]byte // what is
 }
 
 func (w *world) claim(n *node) {
@@ -300,31 +305,60 @@ func (w *world) claim(n *node) {
 	if wrong {
 		w.fatalf("a wrong secret was taken")
 	}
-	w.router.claims = append(w.router.claims, foreignClaim{n, d.epoch, a, t.blocks, t.ranks, q.Rank})
+	w.router.claims = append(w.router.claims, foreignClaim{node: n, epoch: d.epoch, answer: a, hashes: t.blocks, ranks: t.ranks, rank: q.Rank})
 }
 
-// readClaim reads what such a claim covers, as the data server does, and sometimes ends it.
+// readClaim reads what such a claim covers, as the data server does: at once, or with the claim held over some steps, in which it may end. What is held does not change.
 func (w *world) readClaim() {
 	if len(w.router.claims) == 0 {
 		return
 	}
 	i := w.r.IntN(len(w.router.claims))
-	c := w.router.claims[i]
-	forget := func() { w.router.claims = append(w.router.claims[:i], w.router.claims[i+1:]...) }
+	c := &w.router.claims[i]
 	d := c.node.daemon
 	if d == nil || d.epoch != c.epoch {
-		forget()
+		w.forgetClaim(i)
 		return
 	}
-	g, err := d.registry.Acquire(c.epoch, c.answer.Key)
-	if err != nil {
-		if !errors.Is(err, transport.ErrRefused) {
-			w.fatalf("acquire: %v", err)
+	if c.grant == nil {
+		g, err := d.registry.Acquire(c.epoch, c.answer.Key)
+		if err != nil {
+			if !errors.Is(err, transport.ErrRefused) {
+				w.fatalf("acquire: %v", err)
+			}
+			w.forgetClaim(i) // not renewed in time
+			return
 		}
-		forget() // not renewed in time
-		return
+		w.book.renewed(c.answer.Key)
+		c.grant = g
+		c.hold(g)
+		if w.r.IntN(2) == 0 {
+			if w.r.IntN(2) == 0 {
+				d.registry.EndClaim(c.answer.Key, "")
+				w.book.ended(c.answer.Key, "")
+				w.saw("claims ended while they are read", 1)
+			}
+			return
+		}
 	}
-	w.book.renewed(c.answer.Key)
+	for k, b := range c.held {
+		if string(b) != string(content(c.hashes[k].Hash, c.ranks, c.rank)) {
+			w.fatalf("%s: a claim was served wrong bytes", c.node.name)
+		}
+		w.saw("claimed blocks", 1)
+	}
+	c.grant.Release()
+	c.grant, c.held = nil, nil
+	if w.r.IntN(2) == 0 {
+		d.registry.EndClaim(c.answer.Key, "")
+		w.book.ended(c.answer.Key, "")
+		w.forgetClaim(i)
+	}
+}
+
+// hold finds the memory that stored blocks of the claim lie in.
+func (c *foreignClaim) hold(g tcp.Grant) {
+	c.held = map[int][]byte{}
 	for k, st := range c.answer.Status {
 		if st != handoff.Stored {
 			continue
@@ -333,18 +367,14 @@ func (w *world) readClaim() {
 		if err != nil {
 			continue // a later claim of the same id has taken its place
 		}
-		b := slices.Concat(parts...)
-		if crcOf(b) == c.answer.CRC32C[k] {
-			if string(b) != string(content(c.hashes[k].Hash, c.ranks, c.rank)) {
-				w.fatalf("a claim was served wrong bytes")
-			}
-			w.saw("claimed blocks", 1)
-		}
+		c.held[k] = parts[0]
 	}
-	g.Release()
-	if w.r.IntN(2) == 0 {
-		d.registry.EndClaim(c.answer.Key, "")
-		w.book.ended(c.answer.Key, "")
-		forget()
+}
+
+func (w *world) forgetClaim(i int) {
+	c := w.router.claims[i]
+	if c.grant != nil && c.node.daemon != nil && c.node.daemon.epoch == c.epoch {
+		c.grant.Release()
 	}
+	w.router.claims = slices.Delete(w.router.claims, i, i+1)
 }

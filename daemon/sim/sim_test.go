@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"runtime/debug"
+	"strings"
 	"testing"
 	"testing/synctest"
 )
@@ -25,7 +26,7 @@ var reached = []string{
 	"prompts completed", "prompts aborted", "claims before the offer", "lent blocks", "stale lent blocks", "lent blocks over the network", "stale reads refused", "blocks into worker memory",
 	"delivered blocks", "offers served", "blocks found at peers", "offers/withdrawn", "fetch_blocks/delivered", "fetch_blocks/lent",
 	"blocks over the network", "requests lost", "answers lost", "requests twice", "claims twice", "claims renewed", "flips", "links broken", "links hung",
-	"refused: another instance", "refused: epoch", "refused: tp", "refused: secret", "tickets again", "tickets of another epoch", "offers of a dead scheduler",
+	"refused: another instance", "refused: epoch", "refused: tp", "refused: secret", "tickets again", "tickets of another epoch", "offers of a dead scheduler", "workers replaced", "claims ended while they are read",
 }
 
 // TestSim runs the seeds. A seed that fails is printed, and replays alone.
@@ -85,6 +86,12 @@ func differ(x, y []string) int {
 
 // run simulates one seed, adds up what it reached, and answers what broke. trace is what the processes saw.
 func run(t *testing.T, n uint64, m mutation, totals counts) (trace []string, err error) {
+	before := resources(t)
+	defer func() {
+		if after := resources(t); err == nil && after != before {
+			err = fmt.Errorf("seed %d: descriptors and mappings before: %v, after: %v", n, before, after)
+		}
+	}()
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, n, m)
 		defer func() {
@@ -100,6 +107,21 @@ func run(t *testing.T, n uint64, m mutation, totals counts) (trace []string, err
 		w.finish()
 	})
 	return trace, err
+}
+
+// held are the descriptors, and the mappings of what is shared, that this process has.
+type held struct{ descriptors, mappings int }
+
+func resources(t *testing.T) (h held) {
+	fds, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	maps, err := os.ReadFile("/proc/self/maps")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return held{len(fds), strings.Count(string(maps), "kvferry-")}
 }
 
 // broken is a broken invariant, as the scheduler's goroutine panics with it.

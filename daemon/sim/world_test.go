@@ -153,7 +153,7 @@ func (w *world) step() {
 		w.copyLoaded(node)
 	case n < 900:
 		w.match(node)
-	case n < 910:
+	case n < 912:
 		w.claim(node)
 	case n < 940:
 		w.readClaim()
@@ -206,6 +206,9 @@ func (w *world) settle() {
 // finish ends everything and looks for what was left.
 func (w *world) finish() {
 	w.net.heal()
+	for len(w.router.claims) > 0 {
+		w.forgetClaim(0)
+	}
 	for _, n := range w.nodes {
 		n.thaw()
 		if n.daemon == nil {

@@ -68,6 +68,15 @@ static bool blocks_inside(const planes *p, const uint32_t *ids, size_t n, const 
     return true;
 }
 
+static bool planes_match(const planes *dst, const planes *src) {
+    bool match = dst->n == src->n;
+    for (size_t p = 0; match && p < dst->n; p++)
+        match = dst->at[p].bytes == src->at[p].bytes;
+    if (!match)
+        PyErr_SetString(PyExc_ValueError, "src_planes: they do not match dst_planes");
+    return match;
+}
+
 static bool count_is(const Py_buffer *b, size_t n, size_t size, const char *name) {
     if ((size_t)b->len == n * size)
         return true;
@@ -88,6 +97,7 @@ typedef struct batch {
     const uint32_t *src_ids;
     const uint64_t *offsets, *headers, *generations;
     const uint32_t *crcs;
+    const uint64_t *table;
     uint8_t *status;
 } batch;
 
@@ -139,14 +149,9 @@ static PyObject *copy_blocks(PyObject *self, PyObject *args) {
     size_t n = (size_t)dst_ids.len / 4;
     if (!planes_of(&b.dst_planes, &dst_planes, "dst_planes") || !planes_of(&b.src_planes, &src_planes, "src_planes") ||
         !count_is(&dst_ids, n, 4, "dst_ids") || !count_is(&src_ids, n, 4, "src_ids") ||
-        !blocks_inside(&b.dst_planes, b.dst_ids, n, &dst, "dst_ids") || !blocks_inside(&b.src_planes, b.src_ids, n, &src, "src_ids"))
+        !blocks_inside(&b.dst_planes, b.dst_ids, n, &dst, "dst_ids") || !blocks_inside(&b.src_planes, b.src_ids, n, &src, "src_ids") ||
+        !planes_match(&b.dst_planes, &b.src_planes))
         goto done;
-    for (size_t p = 0; p < b.dst_planes.n || p < b.src_planes.n; p++) {
-        if (p >= b.dst_planes.n || p >= b.src_planes.n || b.dst_planes.at[p].bytes != b.src_planes.at[p].bytes) {
-            PyErr_SetString(PyExc_ValueError, "src_planes: they do not match dst_planes");
-            goto done;
-        }
-    }
     if (!(segs = PyMem_RawMalloc(2 * b.dst_planes.n * sizeof *segs))) {
         PyErr_NoMemory();
         goto done;
@@ -231,6 +236,68 @@ done:
     return result;
 }
 
+static void load_lent_block(const batch *b, size_t i, kvcopy_seg *segs) {
+    if (b->status[i] == SKIPPED)
+        return;
+    const uint64_t *entry = &b->table[b->src_ids[i]];
+    if (__atomic_load_n(entry, __ATOMIC_ACQUIRE) != b->generations[i]) {
+        b->status[i] = CHANGED;
+        return;
+    }
+    for (size_t p = 0; p < b->dst_planes.n; p++) {
+        const plane *to = &b->dst_planes.at[p], *from = &b->src_planes.at[p];
+        segs[p] = (kvcopy_seg){b->dst + to->base + to->stride * b->dst_ids[i], b->src + from->base + from->stride * b->src_ids[i], to->bytes};
+    }
+    kvcopy_copy(segs, b->dst_planes.n, NULL, KVCOPY_NT);
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    b->status[i] = __atomic_load_n(entry, __ATOMIC_RELAXED) == b->generations[i] ? LOADED : CHANGED;
+}
+
+PyDoc_STRVAR(load_lent_doc, "load_lent(dst, dst_planes, dst_ids, src, src_planes, src_ids, table, ready, generations, threads) -> bytes\n--\n\n"
+                            "Copies blocks out of another process's KV memory and checks each one's entry of its generation table, before and after.");
+
+static PyObject *load_lent(PyObject *self, PyObject *args) {
+    (void)self;
+    Py_buffer dst, dst_planes, dst_ids, src, src_planes, src_ids, table, ready, generations;
+    int threads;
+    if (!PyArg_ParseTuple(args, "w*y*y*y*y*y*y*y*y*i:load_lent", &dst, &dst_planes, &dst_ids, &src, &src_planes, &src_ids, &table, &ready,
+                          &generations, &threads))
+        return NULL;
+    PyObject *result = NULL;
+    kvcopy_seg *segs = NULL;
+    batch b = {.block = load_lent_block, .dst = dst.buf, .dst_ids = dst_ids.buf, .src = src.buf, .src_ids = src_ids.buf, .table = table.buf,
+               .generations = generations.buf};
+    size_t n = (size_t)dst_ids.len / 4;
+    if (!planes_of(&b.dst_planes, &dst_planes, "dst_planes") || !planes_of(&b.src_planes, &src_planes, "src_planes") ||
+        !planes_match(&b.dst_planes, &b.src_planes) || !count_is(&dst_ids, n, 4, "dst_ids") || !count_is(&src_ids, n, 4, "src_ids") ||
+        !count_is(&ready, n, 1, "ready") || !count_is(&generations, n, 8, "generations") ||
+        !blocks_inside(&b.dst_planes, b.dst_ids, n, &dst, "dst_ids") ||
+        !blocks_inside(&b.src_planes, b.src_ids, n, &src, "src_ids"))
+        goto done;
+    for (size_t i = 0; i < n; i++) {
+        if (!inside((uint64_t)b.src_ids[i] * 8, 8, &table)) {
+            PyErr_Format(PyExc_ValueError, "src_ids: block %u has no entry in the table", b.src_ids[i]);
+            goto done;
+        }
+    }
+    if (!(segs = PyMem_RawMalloc(2 * b.dst_planes.n * sizeof *segs)) || !(result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)n))) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    b.status = (uint8_t *)PyBytes_AS_STRING(result);
+    const uint8_t *is_ready = ready.buf;
+    for (size_t i = 0; i < n; i++)
+        b.status[i] = is_ready[i] ? LOADED : SKIPPED;
+    Py_BEGIN_ALLOW_THREADS
+    run(b, n, b.dst_planes.bytes, threads, segs);
+    Py_END_ALLOW_THREADS
+done:
+    PyMem_RawFree(segs);
+    PyBuffer_Release(&dst), PyBuffer_Release(&dst_planes), PyBuffer_Release(&dst_ids), PyBuffer_Release(&src), PyBuffer_Release(&src_planes);
+    PyBuffer_Release(&src_ids), PyBuffer_Release(&table), PyBuffer_Release(&ready), PyBuffer_Release(&generations);
+    return result;
+}
+
 PyDoc_STRVAR(populate_doc, "populate(memory, offset, length) -> bool\n--\n\n"
                            "Has page tables filled for reading a range of a mapping; False where the kernel cannot.");
 
@@ -307,6 +374,58 @@ static PyObject *swap_u64(PyObject *self, PyObject *args) {
     return word ? PyBool_FromLong(won) : NULL;
 }
 
+static bool entries_inside(const Py_buffer *ids, const Py_buffer *memory) {
+    const uint32_t *id = ids->buf;
+    if (ids->len % 4) {
+        PyErr_SetString(PyExc_ValueError, "ids: want entries of 4 bytes");
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < ids->len / 4; i++) {
+        if (!inside((uint64_t)id[i] * 8, 8, memory)) {
+            PyErr_Format(PyExc_ValueError, "ids: %u has no entry", id[i]);
+            return false;
+        }
+    }
+    return true;
+}
+
+PyDoc_STRVAR(add_u64s_doc, "add_u64s(memory, ids)\n--\n\nAdds 1 to the entries (release).");
+
+static PyObject *add_u64s(PyObject *self, PyObject *args) {
+    (void)self;
+    Py_buffer memory, ids;
+    if (!PyArg_ParseTuple(args, "w*y*:add_u64s", &memory, &ids))
+        return NULL;
+    bool fits = entries_inside(&ids, &memory);
+    uint64_t *entry = memory.buf;
+    const uint32_t *id = ids.buf;
+    for (Py_ssize_t i = 0; fits && i < ids.len / 4; i++)
+        __atomic_fetch_add(&entry[id[i]], 1, __ATOMIC_RELEASE);
+    // Nothing that the caller does next may be seen before the new values are.
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    PyBuffer_Release(&memory), PyBuffer_Release(&ids);
+    return fits ? Py_NewRef(Py_None) : NULL;
+}
+
+PyDoc_STRVAR(load_u64s_doc, "load_u64s(memory, ids) -> bytes\n--\n\nThe entries as u64 (acquire).");
+
+static PyObject *load_u64s(PyObject *self, PyObject *args) {
+    (void)self;
+    Py_buffer memory, ids;
+    if (!PyArg_ParseTuple(args, "y*y*:load_u64s", &memory, &ids))
+        return NULL;
+    PyObject *result = entries_inside(&ids, &memory) ? PyBytes_FromStringAndSize(NULL, ids.len * 2) : NULL;
+    if (result) {
+        const uint64_t *entry = memory.buf;
+        const uint32_t *id = ids.buf;
+        uint64_t *out = (uint64_t *)PyBytes_AS_STRING(result);
+        for (Py_ssize_t i = 0; i < ids.len / 4; i++)
+            out[i] = __atomic_load_n(&entry[id[i]], __ATOMIC_ACQUIRE);
+    }
+    PyBuffer_Release(&memory), PyBuffer_Release(&ids);
+    return result;
+}
+
 PyDoc_STRVAR(crc32c_doc, "crc32c(data, crc=0) -> int\n--\n\nContinues a CRC32C over data.");
 
 static PyObject *crc32c(PyObject *self, PyObject *args) {
@@ -331,10 +450,11 @@ static PyObject *isa(PyObject *self, PyObject *unused) {
 
 static PyMethodDef methods[] = {
     {"copy_blocks", copy_blocks, METH_VARARGS, copy_blocks_doc}, {"load_blocks", load_blocks, METH_VARARGS, load_blocks_doc},
-    {"load_u64", load_u64, METH_VARARGS, load_u64_doc},          {"store_u64", store_u64, METH_VARARGS, store_u64_doc},
-    {"swap_u64", swap_u64, METH_VARARGS, swap_u64_doc},          {"crc32c", crc32c, METH_VARARGS, crc32c_doc},
-    {"populate", populate, METH_VARARGS, populate_doc},          {"isa", isa, METH_NOARGS, isa_doc},
-    {NULL, NULL, 0, NULL},
+    {"load_lent", load_lent, METH_VARARGS, load_lent_doc},       {"load_u64", load_u64, METH_VARARGS, load_u64_doc},
+    {"store_u64", store_u64, METH_VARARGS, store_u64_doc},       {"swap_u64", swap_u64, METH_VARARGS, swap_u64_doc},
+    {"add_u64s", add_u64s, METH_VARARGS, add_u64s_doc},          {"load_u64s", load_u64s, METH_VARARGS, load_u64s_doc},
+    {"crc32c", crc32c, METH_VARARGS, crc32c_doc},                {"populate", populate, METH_VARARGS, populate_doc},
+    {"isa", isa, METH_NOARGS, isa_doc},                          {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef module = {

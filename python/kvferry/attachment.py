@@ -5,11 +5,12 @@ import mmap
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 
 from kvferry import _native, wire
+from kvferry.memory import Descriptors, Process
 from kvferry.v1 import engine_pb2 as pb
 
 REQUEST_ID_BYTES_MAX = 256
@@ -32,14 +33,16 @@ class Refusal(Exception):
 class Operation:
     """A Store, Load or Accept. Its outcome is decided by the compare-and-swap in its word, whoever comes first."""
 
-    def __init__(self, attachment: "Attachment", number: int, word: int, on_result, on_end):
+    def __init__(self, attachment: "Attachment", number: int, word: int, on_result, on_end, lends: bool):
         self._attachment = attachment
         self.number = number
         self.word = word
+        self.lends = lends  # the daemon may write into its blocks until it is quiet
         self.started = time.monotonic()
         self._on_result: Callable[[Operation, pb.LoadResult], None] | None = on_result
         self._on_end: Callable[[Operation, pb.OperationEnd], None] | None = on_end
         self.end: pb.OperationEnd | None = None  # set once, when the daemon needs the word no more or is gone
+        self._told = False  # the daemon itself said so
 
     def state(self) -> int:
         """PENDING until the outcome is decided."""
@@ -49,6 +52,15 @@ class Operation:
         if value >> 8 != self.number:
             return wire.FAILED
         return value & 0xFF
+
+    def quiet(self) -> bool:
+        """Whether it is proven that the daemon writes into lent blocks no more. That the session broke, or time has passed, proves nothing."""
+        if not self.lends or self._told:
+            return True
+        # The mapping outlives the session, and a lost attachment uses no word again.
+        quiet = _native.load_u64(self._attachment.words, self.word * wire.WORD_STRIDE + wire.QUIET_OFFSET)
+        daemon = self._attachment.daemon
+        return quiet in (self.number, wire.ALL_QUIET) or (daemon is not None and daemon.dead())
 
     def revoke(self) -> bool:
         """Decides that this operation shall not commit; False if it was decided before. Never waits."""
@@ -70,7 +82,8 @@ class Operation:
         if self._on_result is not None:
             self._on_result(self, message)
 
-    def finish(self, end: pb.OperationEnd) -> None:
+    def finish(self, end: pb.OperationEnd, told: bool) -> None:
+        self._told = told
         self.end = end
         if self._on_end is not None:
             self._on_end(self, end)
@@ -87,6 +100,7 @@ class Attachment:
         self.epoch: bytes = welcome.epoch
         self.pool: mmap.mmap | None = None
         self.words: mmap.mmap = None  # type: ignore[assignment]  # set before anybody sees the attachment
+        self.daemon: Process | None = None
         self.spaces: dict[str, bytes] = {}  # weights generation -> space id
         self.lost = False
         self.draining = False
@@ -98,14 +112,20 @@ class Attachment:
         self._next = 0
         self._free: list[int] = []
 
-    def map(self, pool: mmap.mmap | None, words: mmap.mmap | None) -> None:
-        wanted = self.welcome.words * wire.WORD_STRIDE
+    def map(self, descriptors: Descriptors) -> None:
+        words, wanted = descriptors.words, self.welcome.words * wire.WORD_STRIDE
         if words is not None and len(words) < wanted:
             raise wire.WireError(f"operation words: {len(words)} bytes, want {wanted}")
         if words is not None:
             self.words = words
             self._free = list(range(self.welcome.words - 1, -1, -1))
-        self.pool = pool
+        self.pool = descriptors.pool
+        self.daemon = descriptors.daemon
+
+    @property
+    def direct(self) -> bool:
+        """Whether an Accept may lend blocks: only where the daemon is ended when it freezes, and its death can be seen."""
+        return self.welcome.direct and self.daemon is not None
 
     def send(self, message: pb.SessionRequest) -> bool:
         """Queues a message; False when the connection is gone or the daemon does not read."""
@@ -136,8 +156,19 @@ class Attachment:
 
         return self._begin(message, None, on_end)
 
-    def load(self, space_id: bytes, request_id: str, hashes: bytes, deadline_ms: int, ticket: bytes | None, on_result, on_end) -> Operation:
-        """Begins a Load, or an Accept if there is a ticket. Raises Refusal."""
+    def load(
+        self,
+        space_id: bytes,
+        request_id: str,
+        hashes: bytes,
+        deadline_ms: int,
+        ticket: bytes | None,
+        on_result,
+        on_end,
+        region: int = 0,
+        lent: Sequence[int] = (),
+    ) -> Operation:
+        """Begins a Load, or an Accept if there is a ticket; lent: block ids of the region, one a hash, that the daemon may write. Raises Refusal."""
 
         def message(op: Operation) -> pb.SessionRequest:
             load = pb.Load(
@@ -150,11 +181,11 @@ class Attachment:
             )
             if ticket is None:
                 return pb.SessionRequest(load=load)
-            return pb.SessionRequest(accept=pb.Accept(load=load, ticket=ticket))
+            return pb.SessionRequest(accept=pb.Accept(load=load, ticket=ticket, region=region, block_ids=lent))
 
-        return self._begin(message, on_result, on_end)
+        return self._begin(message, on_result, on_end, lends=len(lent) > 0)
 
-    def _begin(self, message, on_result, on_end) -> Operation:
+    def _begin(self, message, on_result, on_end, lends: bool = False) -> Operation:
         with self._lock:
             if self.lost:
                 raise Refusal("not_attached")
@@ -163,7 +194,7 @@ class Attachment:
             if not self._free:
                 raise Refusal("no_word")
             self._next += 1
-            op = Operation(self, self._next, self._free.pop(), on_result, on_end)
+            op = Operation(self, self._next, self._free.pop(), on_result, on_end, lends)
             self._operations[op.number] = op
             # Before the message, so that the daemon never meets another state.
             _native.store_u64(self.words, op.word * wire.WORD_STRIDE, wire.word(op.number, wire.PENDING))
@@ -182,10 +213,25 @@ class Attachment:
     def release(self, operations: list[Operation], wrong_blocks: int) -> None:
         self.send(pb.SessionRequest(release=pb.Release(operations=[op.number for op in operations], wrong_blocks=wrong_blocks)))
 
-    def match(self, space_id: bytes, request_id: str, hashes: bytes, lease_ms: int, timeout_s: float) -> grpc.Future:
-        """Asks how much of a prompt is resident; the future gives a MatchResponse."""
+    def match(
+        self,
+        space_id: bytes,
+        request_id: str,
+        hashes: bytes,
+        lease_ms: int,
+        timeout_s: float,
+        peers: Sequence[str] = (),
+        compute_us: int = 0,
+    ) -> grpc.Future:
+        """Asks how much of a prompt is resident, here or at peers; the future gives a MatchResponse."""
         request = pb.MatchRequest(
-            session_id=self.welcome.session_id, request_id=wire_request_id(request_id), space_id=space_id, hashes=hashes, lease_ms=lease_ms
+            session_id=self.welcome.session_id,
+            request_id=wire_request_id(request_id),
+            space_id=space_id,
+            hashes=hashes,
+            lease_ms=lease_ms,
+            peers=peers,
+            compute_us=compute_us,
         )
         return self._match_call.future(request, timeout=timeout_s)
 
@@ -207,7 +253,7 @@ class Attachment:
                 if op is not None:
                     self._free.append(op.word)
             if op is not None:
-                op.finish(end)
+                op.finish(end, told=True)
         elif kind == "draining":
             self.draining = True
         elif kind == "refused":
@@ -222,4 +268,4 @@ class Attachment:
         for op in operations:
             op._decide()
         for op in operations:
-            op.finish(pb.OperationEnd(operation=op.number, outcome=pb.OUTCOME_FAILED, reason=reason))
+            op.finish(pb.OperationEnd(operation=op.number, outcome=pb.OUTCOME_FAILED, reason=reason), told=False)

@@ -35,9 +35,10 @@ _CHANNEL_OPTIONS = [
 
 
 class Session:
-    """hello describes this process; its space may be changed later with use_space. regions: id -> descriptor of a memfd.
+    """hello describes this process; its space may be changed later with use_space. given: region id or descriptor entry -> descriptor of a memfd.
 
-    on_attached(attachment) is called on the session's thread each time that a daemon took the process in.
+    on_attached(attachment) is called on the session's thread each time that a daemon took the process in, on_message(attachment, message)
+    for what the daemon tells by itself (OfferServed, LentGone).
     """
 
     def __init__(
@@ -45,16 +46,18 @@ class Session:
         socket_path: str,
         descriptor_path: str,
         hello: pb.Hello,
-        regions: dict[int, int],
+        given: dict[int, int],
         log: logging.Logger,
         on_attached: Callable[[Attachment], None] | None = None,
+        on_message: Callable[[Attachment, pb.SessionResponse], None] | None = None,
     ):
         self._socket_path = socket_path
         self._descriptor_path = descriptor_path
         self._hello = hello
-        self._regions = regions
+        self._given = given
         self._log = log
         self._on_attached = on_attached
+        self._on_message = on_message
         self._lock = threading.Lock()  # guards _hello.space, _sequence, _call
         self._sequence = 0
         self._call: grpc.Call | None = None
@@ -132,7 +135,7 @@ class Session:
                                 return False, f"the daemon speaks version {message.welcome.wire_version}, want {wire.VERSION}"
                             attachment = Attachment(message.welcome, stub.Match, outgoing)
                             attachment.spaces[hello.space.weights_generation] = message.welcome.space_id
-                            attachment.map(*exchange_descriptors(self._descriptor_path, message.welcome.token, self._regions))
+                            attachment.map(exchange_descriptors(self._descriptor_path, message.welcome.token, self._given))
                         elif attachment is None:
                             return False, f"the daemon said {kind} before welcome"
                         elif kind == "attached":
@@ -140,6 +143,9 @@ class Session:
                             self._attach(attachment, hello.space.weights_generation)
                         elif kind == "space_ready":
                             self._space_ready(attachment, message.space_ready)
+                        elif kind in ("offer_served", "lent_gone"):
+                            if self._on_message is not None:
+                                self._on_message(attachment, message)
                         else:
                             refusal = attachment.receive(message)
                             if refusal is not None:
@@ -161,7 +167,7 @@ class Session:
                 attachment.lose("the daemon is gone")
 
     def _attach(self, attachment: Attachment, generation: str) -> None:
-        if self._regions and (attachment.pool is None or attachment.words is None):
+        if self._hello.regions and (attachment.pool is None or attachment.words is None):
             raise wire.WireError("the daemon handed out no pool or no operation words")
         self._log.info("kvferry: attached to kvferryd %s, pool of %d MiB", attachment.welcome.version, attachment.welcome.pool_bytes >> 20)
         self._complaint = ""

@@ -8,12 +8,20 @@ HASH_BYTES = 32
 # States of an operation word.
 FREE, PENDING, COMMITTED, REVOKED, FAILED = range(5)
 WORD_STRIDE = 64
+QUIET_OFFSET = 16
+ALL_QUIET = (1 << 64) - 1
 OPERATION_MAX = (1 << 56) - 1
 
 # What a descriptor is, where it is not a region's id.
 ENTRY_PIDFD = 0xFFFFFFFF
 ENTRY_POOL = 0xFFFFFFFE
 ENTRY_WORDS = 0xFFFFFFFD
+ENTRY_GENERATIONS = 0xFFFFFFFC
+ENTRY_DAEMON = 0xFFFFFFFB
+ENTRY_LENT = 0xFFFFFFFA
+
+# A plane for the C helper: base, stride, bytes.
+PLANE = struct.Struct("<3Q")
 
 _MAGIC = 0x4446564B
 _ENTRIES = 15
@@ -31,9 +39,9 @@ def word(operation: int, state: int) -> int:
 
 
 def pack_descriptors(token: bytes, entries: list[int]) -> bytes:
-    """The packet that goes with the descriptors; entries says what each one is."""
-    if len(token) != 16 or not 1 <= len(entries) <= _ENTRIES:
-        raise WireError(f"want a token of 16 bytes and 1..{_ENTRIES} descriptors")
+    """The packet that goes with the descriptors; entries says what each one is. Without any it asks for lent memory."""
+    if len(token) != 16 or len(entries) > _ENTRIES:
+        raise WireError(f"want a token of 16 bytes and at most {_ENTRIES} descriptors")
     return _REQUEST.pack(_MAGIC, VERSION, len(entries), token, *entries, *[0] * (_ENTRIES - len(entries)))
 
 

@@ -44,3 +44,12 @@ def daemon(tmp_path):
 
     with Daemon(tmp_path / "node") as d:
         yield d
+
+
+@pytest.fixture
+def fake(tmp_path_factory):
+    from fake_daemon import BLOCK_BYTES, FakeDaemon
+
+    d = FakeDaemon(tmp_path_factory.mktemp("d"), slot_bytes=BLOCK_BYTES).start()
+    yield d
+    d.close()

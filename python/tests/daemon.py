@@ -1,5 +1,6 @@
 """Runs kvferryd for a test."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -28,9 +29,18 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 class Daemon:
-    """A node. The pool's file lives as long as the object, so that a restarted daemon finds it."""
+    """A node. The pool's file lives as long as the object, so that a restarted daemon finds it. watchdog_s: it is supervised, and so is lent blocks to write."""
 
-    def __init__(self, directory: pathlib.Path, host: str = "127.0.0.1", pool: str = "256MiB", slab: str = "16MiB", prefix=(), **extra):
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        host: str = "127.0.0.1",
+        pool: str = "256MiB",
+        slab: str = "16MiB",
+        prefix=(),
+        watchdog_s: float = 0,
+        **extra,
+    ):
         directory.mkdir(parents=True, exist_ok=True)
         # Paths of unix sockets are short, those of temporary folders are not.
         self.directory = pathlib.Path("/dev/shm") / f"kvferry-test-{os.getpid()}-{free_port(host) if host == '127.0.0.1' else host}"
@@ -49,12 +59,16 @@ class Daemon:
         }
         self.config_path = directory / "kvferryd.yaml"
         self.config_path.write_text(json.dumps(self.config))  # JSON is YAML
+        self.address = self.config["peer"]["listen"]
+        self.flags = ["--supervise", f"--watchdog-timeout={watchdog_s}s"] if watchdog_s else []
         self.process: subprocess.Popen | None = None
         self.start()
 
     def start(self) -> None:
         with open(self.log_path, "ab") as log:
-            self.process = subprocess.Popen([*self.prefix, BIN / "kvferryd", "--config", self.config_path], stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                [*self.prefix, BIN / "kvferryd", "--config", self.config_path, *self.flags], stdout=log, stderr=log
+            )
         wait_for(self._up, 20, f"kvferryd serves; see {self.log_path}")
 
     def _up(self) -> bool:
@@ -70,11 +84,21 @@ class Daemon:
             self.process.wait(10)
             self.process = None
 
+    def _signal(self, number: int) -> None:
+        """To the daemon itself, where it is supervised; to none while its watchdog waits before it starts the next."""
+        pids = [self.process.pid]
+        if self.flags:
+            of_threads = pathlib.Path(f"/proc/{pids[0]}/task").glob("*/children")
+            pids = [int(pid) for children in of_threads for pid in children.read_text().split()]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def freeze(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+        self._signal(signal.SIGCONT)
 
     def cli(self, *args: str):
         """What `kvferry ARGS -o json` says."""

@@ -128,7 +128,7 @@ def watch_bytes(llm):
     from kvferry.vllm import loader as loader_module
 
     worker = connectors(llm)[1]._worker
-    start_store, copy = worker._start_store, loader_module.Loader._copy
+    start_store, loaded = worker._start_store, loader_module.Loader._loaded
 
     def noting(job):
         for i, block_id in enumerate(job.block_ids):
@@ -136,10 +136,9 @@ def watch_bytes(llm):
             _checks["stored"] += 1
         start_store(job)
 
-    def comparing(self, load, attachment, first, message):
-        before = set(load.missing)
-        copy(self, load, attachment, first, message)
-        for i in before - load.missing:
+    def comparing(self, load, indices, source):
+        loaded(self, load, indices, source)
+        for i in indices:
             name = load.job.hashes[32 * i : 32 * i + 32]
             _checks["loaded"] += 1
             if name not in _stored:
@@ -148,7 +147,66 @@ def watch_bytes(llm):
                 _checks["wrong"] += 1
 
     worker._start_store = noting
-    loader_module.Loader._copy = comparing
+    loader_module.Loader._loaded = comparing
+
+
+# Hash and digest, as hexadecimal digits.
+_noted: set[tuple[str, str]] = set()
+_loaded: list[tuple[str, str]] = []
+
+
+def watch_handoffs(llm):
+    """From now on every block's content is noted when it is handed to a store or offered, and when a load of it is reported as ended."""
+    from kvferry.vllm import loader as loader_module
+
+    scheduler, worker = connectors(llm)
+    offers, memory = scheduler._scheduler._offers, worker._worker._memory
+    start_store, finish, settle = worker._worker._start_store, offers.finish, loader_module.Loader._settle
+
+    def note(into, block_ids, names):
+        for block_id, name in zip(block_ids, names):
+            into((name.hex(), _content(memory, block_id).hex()))
+
+    def noting_stores(job):
+        note(_noted.add, job.block_ids, [job.hashes[i : i + 32] for i in range(0, len(job.hashes), 32)])
+        start_store(job)
+
+    def noting_offers(request, block_ids, *rest):
+        note(_noted.add, block_ids, request.block_hashes)
+        return finish(request, block_ids, *rest)
+
+    def noting_loads(self, load):
+        # Before the engine hears of it, and may write there.
+        if load.decided() and not [op for op in load.lending if not op.quiet()] and self._loads.get(load.job.request_id) is load:
+            came = [i for i in range(len(load.job.block_ids)) if i not in load.missing]
+            note(_loaded.append, [load.job.block_ids[i] for i in came], [load.job.hashes[32 * i : 32 * i + 32] for i in came])
+        settle(self, load)
+
+    worker._worker._start_store, offers.finish, loader_module.Loader._settle = noting_stores, noting_offers, noting_loads
+
+
+def noted_contents(llm):
+    return sorted(_noted)
+
+
+def loaded_contents(llm):
+    return _loaded
+
+
+def step_handing(llm, times):
+    """So many steps, or until nothing is left to do; the requests that ended, with their parameters."""
+    ended = []
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    for _ in range(times):
+        if not llm.llm_engine.has_unfinished_requests() and not scheduler.has_finished_requests():
+            break
+        for o in llm.llm_engine.step():
+            if o.finished:
+                params = o.kv_transfer_params
+                if params:
+                    params.pop("remote_prefill_cached_tokens", None)
+                ended.append({"id": o.request_id, "params": params})
+    return ended
 
 
 def checks(llm):
@@ -156,7 +214,7 @@ def checks(llm):
 
 
 def fail_loads(llm, every):
-    """From now on every n-th block's load finds a wrong checksum."""
+    """From now on every n-th block's load out of the pool finds a wrong checksum."""
     count = 0
     load_blocks = _native.load_blocks
 
@@ -216,6 +274,79 @@ def free_blocks(llm):
     return llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
+def step_for(llm, seconds):
+    """Steps as an engine's own loop would, while it waits for what is under way."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        llm.llm_engine.step()
+        time.sleep(0.001)
+
+
+def refuse_stores(llm):
+    """From now on nothing comes into the pool."""
+    from kvferry.attachment import Refusal
+
+    def refuse(job):
+        raise Refusal("told")
+
+    connectors(llm)[1]._worker._start_store = refuse
+
+
+def hand_over(llm, direct):
+    """From now on handoffs go out of and into the engine's own memory, or by way of the pools."""
+    from kvferry.vllm.handoff import REGION
+
+    scheduler, worker = (side for side in connectors(llm))
+    scheduler._scheduler._offers._table = scheduler._scheduler._table if direct else None
+    scheduler._scheduler._direct = direct
+    worker._worker._loader._lends = REGION if direct else 0
+
+
+_load_seconds = 0.0
+
+
+def watch_loads(llm):
+    """From now on the time that loads take is added up: vLLM rounds it."""
+    tallies = connectors(llm)[1]._worker._loader._tallies
+    add = tallies.add
+
+    def noting(name, n=1, label=""):
+        global _load_seconds
+        if name == "load_seconds":
+            _load_seconds += n
+        add(name, n, label)
+
+    tallies.add = noting
+
+
+def load_seconds(llm):
+    return _load_seconds
+
+
+def complete(llm, prompt, count, params=None):
+    """One request, stepped as an engine's own loop does: a millisecond between steps that have nothing to compute."""
+    submit(llm, "complete", prompt, count, params)
+    while llm.llm_engine.has_unfinished_requests():
+        outputs = llm.llm_engine.step()
+        for o in outputs:
+            if o.finished:
+                return {"tokens": list(o.outputs[0].token_ids), "cached": o.num_cached_tokens, "params": o.kv_transfer_params}
+        if not outputs:
+            time.sleep(0.001)
+
+
+def let_holds_go(llm):
+    """As if all that is kept for offers had been kept long enough."""
+    for held in connectors(llm)[1]._worker._holds.values():
+        held.spill_at = 0
+
+
+def unended(llm):
+    """Requests that were aborted or have finished and keep their blocks, and loads that have not ended."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    return {"kept": len(scheduler.requests), "loads": len(connectors(llm)[0]._scheduler._loads)}
+
+
 def leftovers(llm):
     """What the connector still remembers of requests: must be nothing when they are gone."""
     drain(llm)
@@ -226,7 +357,8 @@ def leftovers(llm):
         "loads": len(s._loads),
         "reads": len(s._reads._unfinished),
         "stores": len(w._stores),
-        "holds": len(w._holds),
+        "holds": len(w._holds) + len(s._holds),
+        "unquiet": len(w._loader._loads),
     }
 
 
@@ -237,13 +369,15 @@ def hold_loads(llm):
     """Loads stop before they copy, until let_loads_go."""
     global _go
     _go = threading.Event()
-    load_blocks = _native.load_blocks
 
-    def held(*args):
-        assert _go.wait(60)
-        return load_blocks(*args)
+    def held(copy):
+        def wait(*args):
+            assert _go.wait(60)
+            return copy(*args)
 
-    _native.load_blocks = held
+        return wait
+
+    _native.load_blocks, _native.load_lent = held(_native.load_blocks), held(_native.load_lent)
 
 
 def let_loads_go(llm):

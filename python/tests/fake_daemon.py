@@ -5,7 +5,9 @@ import os
 import queue
 import socket
 import struct
+import subprocess
 import threading
+from array import array
 from concurrent import futures
 
 import grpc
@@ -16,6 +18,8 @@ from kvferry.v1 import engine_pb2_grpc
 
 HEADER = 256
 WORDS = 16
+# Of the ranks in sides.py.
+LAYERS, BLOCK_BYTES = 3, 3 * 4096
 
 
 class FakeDaemon(engine_pb2_grpc.EngineServicer):
@@ -36,6 +40,13 @@ class FakeDaemon(engine_pb2_grpc.EngineServicer):
         self.answer_matches.set()
         self.spoil: str | None = None  # "generation", "checksum" or "status": what is wrong with the next loads
         self.outcome: int | None = None  # of the next stores
+        self.direct = False  # Accepts may lend blocks, and what they ask for is written there
+        self.end_loads = True  # else a Load that was released is not quiet
+        self.lent: Lent | None = None  # where Accepts find blocks
+        self.process: subprocess.Popen | None = None  # whose pidfd is handed out as the daemon's
+        self.answer_fetches = True
+        self.matches: list[pb.MatchRequest] = []
+        self.peer_blocks = 0  # that peers have beyond what is here
         self.sessions: dict[int, _Session] = {}
         self.tokens: dict[bytes, _Session] = {}
         self.lock = threading.Lock()
@@ -62,6 +73,34 @@ class FakeDaemon(engine_pb2_grpc.EngineServicer):
         for session in list(self.sessions.values()):
             session.outgoing.put(None)
         self.server.stop(None).wait(5)
+
+    def close(self) -> None:
+        self.store_gate.set()
+        self.answer_matches.set()
+        self.stop()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    def be_mortal(self) -> None:
+        """The pidfd that is handed out as the daemon's is that of a process which a test can kill."""
+        self.direct = True
+        self.process = subprocess.Popen(["sleep", "600"])
+
+    def die(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def break_streams(self) -> None:
+        """Ends all sessions and tells nothing; the fake goes on serving."""
+        for session in list(self.sessions.values()):
+            session.outgoing.put(None)
+
+    def tell(self, message: pb.SessionResponse, role: int = pb.ROLE_WORKER) -> None:
+        for session in list(self.sessions.values()):
+            if session.hello.role == role:
+                session.outgoing.put(message)
 
     def seen(self, kind: str) -> list:
         return [getattr(m, kind) for m in list(self.received) if m.WhichOneof("message") == kind]
@@ -91,6 +130,7 @@ class FakeDaemon(engine_pb2_grpc.EngineServicer):
                 wire_version=1,
                 peer_address="127.0.0.1:1",
                 version="fake",
+                direct=self.direct,
             )
         )
         while (message := session.outgoing.get()) is not None:
@@ -103,7 +143,9 @@ class FakeDaemon(engine_pb2_grpc.EngineServicer):
         blocks = 0
         while blocks < len(hashes) and all(self._key(request.space_id, hashes[blocks], r) in self.blocks for r in range(ranks)):
             blocks += 1
-        return pb.MatchResponse(blocks=blocks, dram_blocks=blocks)
+        self.matches.append(request)
+        at_peers = min(self.peer_blocks, len(hashes) - blocks) if request.peers else 0
+        return pb.MatchResponse(blocks=blocks + at_peers, dram_blocks=blocks, peer_blocks=at_peers)
 
     def _read(self, session, requests) -> None:
         try:
@@ -115,8 +157,8 @@ class FakeDaemon(engine_pb2_grpc.EngineServicer):
                 elif kind == "load" and self.answer_loads:
                     self._load(session, message.load)
                 elif kind == "accept" and self.answer_loads:
-                    self._load(session, message.accept.load)
-                elif kind == "release":
+                    self._accept(session, message.accept)
+                elif kind == "release" and self.end_loads:
                     for number in message.release.operations:
                         session.end(number, pb.OUTCOME_COMMITTED)
                 elif kind == "use_space":
@@ -173,6 +215,28 @@ class FakeDaemon(engine_pb2_grpc.EngineServicer):
                 session.swap(load.word, load.operation, wire.COMMITTED)
             session.outgoing.put(pb.SessionResponse(load_result=result))
 
+    def _accept(self, session, accept) -> None:
+        load = accept.load
+        hashes = _split(load.hashes)
+        if self.lent is not None:
+            result = self.lent.answer(load.operation, hashes)
+        elif accept.block_ids:
+            found = [self.blocks.get(self._key(load.space_id, name, session.hello.rank)) for name in hashes]
+            result = pb.LoadResult(operation=load.operation, last=True)
+            for block_id, place in zip(accept.block_ids, found):
+                if place is not None:
+                    base = place[0] * self.stride + HEADER
+                    session.write_block(accept.region, block_id, self.pool[base : base + place[2]])
+            result.status = bytes(pb.BLOCK_STATUS_MISS if place is None else pb.BLOCK_STATUS_READY for place in found)
+            result.source = bytes([pb.BLOCK_SOURCE_DELIVERED] * len(hashes))
+            for column in (result.offsets, result.header_offsets, result.generations, result.crc32c):
+                column.extend([0] * len(hashes))
+        else:
+            self._load(session, load)
+            return
+        session.swap(load.word, load.operation, wire.COMMITTED)
+        session.outgoing.put(pb.SessionResponse(load_result=result))
+
     # ---- descriptors ----
 
     def _serve_descriptors(self) -> None:
@@ -184,14 +248,62 @@ class FakeDaemon(engine_pb2_grpc.EngineServicer):
             with connection:
                 packet, fds, _, _ = socket.recv_fds(connection, 256, 16)
                 _, _, count, token, *entries = struct.unpack("<IHH16s15I", packet)
+                if count == 0:
+                    if self.answer_fetches and self.lent is not None:
+                        self._answer(connection, {wire.ENTRY_LENT: self.lent.fd, wire.ENTRY_GENERATIONS: self.lent.table_fd})
+                    continue
                 session = self.tokens.pop(token)
                 for entry, fd in zip(entries[:count], fds):
                     if entry != wire.ENTRY_PIDFD:
-                        session.regions[entry] = mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ)
+                        writable = any(r.id == entry and r.writable for r in session.hello.regions)
+                        session.regions[entry] = mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
                     os.close(fd)
-                answer = struct.pack("<IHHIH10x15I", 0x4446564B, 1, 2, 0, 0, wire.ENTRY_POOL, wire.ENTRY_WORDS, *[0] * 13)
-                socket.send_fds(connection, [answer], [self.pool_fd, session.words_fd])
+                given = {wire.ENTRY_POOL: self.pool_fd, wire.ENTRY_WORDS: session.words_fd}
+                if self.process is not None:
+                    given[wire.ENTRY_DAEMON] = pidfd = os.pidfd_open(self.process.pid)
+                self._answer(connection, given)
+                if self.process is not None:
+                    os.close(pidfd)
             session.outgoing.put(pb.SessionResponse(attached=pb.Attached()))
+
+    @staticmethod
+    def _answer(connection, given: dict[int, int]) -> None:
+        entries = [*given, *[0] * (15 - len(given))]
+        socket.send_fds(connection, [struct.pack("<IHHIH10x15I", 0x4446564B, 1, len(given), 0, 0, *entries)], list(given.values()))
+
+
+class Lent:
+    """Another worker's memory, blocks one after the other, and its generation table."""
+
+    def __init__(self, blocks: dict[bytes, bytes], layers: int, block_ids: list[int]):
+        length = len(next(iter(blocks.values())))
+        self.names = dict(zip(blocks, block_ids))
+        count = max(block_ids) + 1
+        self.fd, self.table_fd = os.memfd_create("fake-lent"), os.memfd_create("fake-table")
+        os.ftruncate(self.fd, length * count)
+        os.ftruncate(self.table_fd, 8 * count)
+        self.memory, self.table = mmap.mmap(self.fd, 0), mmap.mmap(self.table_fd, 0)
+        for name, data in blocks.items():
+            self.memory[self.names[name] * length : (self.names[name] + 1) * length] = data
+            _native.add_u64s(self.table, array("I", [self.names[name]]))
+        each = length // layers
+        planes = [pb.Plane(base=i * each, stride=length, bytes=each) for i in range(layers)]
+        self.lent = pb.Lent(handle=7, token=os.urandom(16), bytes=length * count, blocks=count, planes=planes, generations=count)
+        self.length = length
+
+    def write_again(self, name: bytes) -> None:
+        _native.add_u64s(self.table, array("I", [self.names[name]]))
+
+    def answer(self, operation: int, names: list[bytes]) -> pb.LoadResult:
+        result = pb.LoadResult(operation=operation, last=True, lent=self.lent, shard_bytes=self.length)
+        result.source = bytes([pb.BLOCK_SOURCE_LENT] * len(names))
+        result.status = bytes(pb.BLOCK_STATUS_READY if name in self.names else pb.BLOCK_STATUS_MISS for name in names)
+        for name in names:
+            result.offsets.append(self.names.get(name, 0))
+            result.header_offsets.append(0)
+            result.generations.append(1)
+            result.crc32c.append(0)
+        return result
 
 
 class _Session:
@@ -207,6 +319,17 @@ class _Session:
         (region,) = [r for r in self.hello.regions if r.id == region_id]
         memory = self.regions[region_id]
         return b"".join(memory[p.base + block_id * p.stride :][: p.bytes] for p in region.planes)
+
+    def write_block(self, region_id: int, block_id: int, data: bytes) -> None:
+        (region,) = [r for r in self.hello.regions if r.id == region_id]
+        at = 0
+        for p in region.planes:
+            start = p.base + block_id * p.stride
+            self.regions[region_id][start : start + p.bytes] = data[at : at + p.bytes]
+            at += p.bytes
+
+    def quiet(self, word: int, operation: int) -> None:
+        _native.store_u64(self.words, word * wire.WORD_STRIDE + wire.QUIET_OFFSET, operation)
 
     def swap(self, word: int, operation: int, state: int) -> bool:
         return _native.swap_u64(self.words, word * wire.WORD_STRIDE, wire.word(operation, wire.PENDING), wire.word(operation, state))

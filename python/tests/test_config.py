@@ -9,6 +9,7 @@ def test_defaults(monkeypatch):
     monkeypatch.delenv("KVFERRY_SOCKET", raising=False)
     config = read_config({})
     assert config.socket == DEFAULT_SOCKET and config.descriptors == "/run/kvferry/descriptors.sock" and config.mode == "lent"
+    assert config.direct == "auto" and config.spill_ms == 5000 and config.spill_percent == 20
     monkeypatch.setenv("KVFERRY_SOCKET", "/tmp/x/engine.sock")
     assert read_config({}).descriptors == "/tmp/x/descriptors.sock"
     assert read_config({"socket": "/y/e", "descriptors": "/z"}).descriptors == "/z"
@@ -16,7 +17,17 @@ def test_defaults(monkeypatch):
 
 @pytest.mark.parametrize(
     "extra",
-    [{"sokcet": "/x"}, {"mode": "borrowed"}, {"match_wait_ms": "20"}, {"match_wait_ms": -1}, {"load_timeout_ms": 0}, {"copy_threads": 3}],
+    [
+        {"sokcet": "/x"},
+        {"mode": "borrowed"},
+        {"match_wait_ms": "20"},
+        {"match_wait_ms": -1},
+        {"load_timeout_ms": 0},
+        {"copy_threads": 3},
+        {"direct": "maybe"},
+        {"spill_percent": 101},
+        {"transfer_timeout_ms": 60001},
+    ],
 )
 def test_wrong_keys_are_named(extra):
     (key,) = extra

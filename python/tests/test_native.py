@@ -4,6 +4,7 @@ import mmap
 import os
 import random
 import struct
+import threading
 from array import array
 
 import pytest
@@ -127,6 +128,99 @@ def test_load_blocks_tells_what_is_wrong():
     for change in ({"offsets": array("Q", [64, 365])}, {"headers": array("Q", [0, 9])}, {"headers": array("Q", [0, 2**63])}):
         with pytest.raises(ValueError, match="offsets: block 1 lies outside"):
             load(pool, **change)
+
+
+# ---- lent memory ----
+
+SHAPE = ((0, 112, 64), (64, 112, 36))
+
+
+def load_lent(memory: bytes, table: bytearray, **change) -> tuple[bytes, bytearray]:
+    """Blocks 2 and 1 of a memory of three into blocks 0 and 3 of another shape."""
+    dst = bytearray(4 * 100)
+    arguments = {
+        "dst": dst,
+        "dst_planes": planes((0, 64, 64), (256, 36, 36)),
+        "dst_ids": array("I", [0, 3]),
+        "src": memory,
+        "src_planes": planes(*SHAPE),
+        "src_ids": array("I", [2, 1]),
+        "table": table,
+        "ready": b"\1\1",
+        "generations": array("Q", [7, 2**63 + 5]),
+        "threads": 1,
+        **change,
+    }
+    return _native.load_lent(*arguments.values()), dst
+
+
+def test_load_lent():
+    memory = os.urandom(3 * 112)
+    table = bytearray(struct.pack("<3Q", 0, 2**63 + 5, 7))
+    status, dst = load_lent(memory, table)
+    assert status == bytes([_native.LOADED] * 2)
+    assert block(dst, ((0, 64, 64), (256, 36, 36)), 0) == block(memory, SHAPE, 2)
+    assert block(dst, ((0, 64, 64), (256, 36, 36)), 3) == block(memory, SHAPE, 1)
+    assert load_lent(memory, table, ready=b"\0\1")[0] == bytes([_native.SKIPPED, _native.LOADED])
+    _native.add_u64s(table, array("I", [2]))
+    status, dst = load_lent(memory, table)
+    assert status == bytes([_native.CHANGED, _native.LOADED])
+    assert dst[:64] == bytes(64)  # nothing was copied
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"src_ids": array("I", [0, 3])}, "src_ids: block 3 lies outside"),
+        ({"dst_ids": array("I", [0, 4])}, "dst_ids: block 4 lies outside"),
+        ({"table": bytearray(16)}, "src_ids: block 2 has no entry"),
+        ({"src_planes": planes((0, 112, 64))}, "src_planes: they do not match"),
+        ({"generations": array("Q", [7])}, "generations: want 2 entries"),
+        ({"ready": b""}, "ready: want 2 entries"),
+    ],
+)
+def test_load_lent_refuses(change, message):
+    with pytest.raises(ValueError, match=message):
+        load_lent(bytes(3 * 112), **{"table": bytearray(24), **change})
+
+
+def test_a_generation_that_changes_during_the_copy():
+    size = 64 << 20
+    memory, dst = mmap.mmap(-1, size), mmap.mmap(-1, size)
+    memory[:] = b"\1" * size
+    for _ in range(20):  # the other thread may be late
+        dst[:64] = bytes(64)
+        table = bytearray(8)
+
+        def write_again(table=table):
+            while dst[0] == 0:  # until the copy, and so the first look at the table, has begun
+                pass
+            _native.add_u64s(table, array("I", [0]))
+
+        writer = threading.Thread(target=write_again)
+        writer.start()
+        shape = planes((0, size, size))
+        ids, generations = array("I", [0]), array("Q", [0])
+        status = _native.load_lent(dst, shape, ids, memory, shape, ids, table, b"\1", generations, 1)
+        writer.join()
+        if status == bytes([_native.CHANGED]):
+            return
+    pytest.fail("the copy was never told as changed")
+
+
+def test_tables():
+    table = bytearray(struct.pack("<3Q", 1, 2**64 - 1, 3))
+    _native.add_u64s(table, array("I", [1, 2, 2]))
+    assert struct.unpack("<3Q", table) == (1, 0, 5)
+    assert _native.load_u64s(table, array("I", [2, 0])) == struct.pack("<2Q", 5, 1)
+    assert _native.load_u64s(table, b"") == b""
+    for ids in (array("I", [0, 3]), b"\0\0"):
+        before = bytes(table)
+        with pytest.raises(ValueError):
+            _native.add_u64s(table, ids)
+        with pytest.raises(ValueError):
+            _native.load_u64s(table, ids)
+        assert table == before
 
 
 def test_words():

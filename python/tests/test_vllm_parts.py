@@ -1,14 +1,12 @@
 """Scheduler side and loader without an engine: vLLM's classes are imported, its calls are made by hand."""
 
-import logging
 import threading
 import time
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 from daemon import wait_for
-from fake_daemon import FakeDaemon, _space_id
+from fake_daemon import BLOCK_BYTES
 
 from kvferry.v1 import engine_pb2 as pb
 
@@ -16,99 +14,14 @@ pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
 
 import torch  # noqa: E402
+from sides import NAMES, Rank, Request, Side  # noqa: E402
 
-from kvferry.vllm.config import Config, unsupported  # noqa: E402
+from kvferry.vllm.config import unsupported  # noqa: E402
 from kvferry.vllm.layout import _tensor_planes  # noqa: E402
-from kvferry.vllm.loader import Loader, _Load  # noqa: E402
-from kvferry.vllm.meta import LoadJob, RankMeta, StepMeta, StoreJob  # noqa: E402
+from kvferry.vllm.loader import Loader, _Load, _Part  # noqa: E402
+from kvferry.vllm.meta import LoadJob  # noqa: E402
 from kvferry.vllm.refusal import RefusingWorker  # noqa: E402
-from kvferry.vllm.scheduler import Scheduler  # noqa: E402
 from kvferry.vllm.space import weights_digest  # noqa: E402
-from kvferry.vllm.worker import Worker  # noqa: E402
-
-BLOCKS, LAYERS, PER_LAYER = 16, 3, 1024
-log = logging.getLogger("test")
-
-
-@pytest.fixture
-def fake(tmp_path_factory):
-    daemon = FakeDaemon(tmp_path_factory.mktemp("d"), slot_bytes=LAYERS * PER_LAYER * 4).start()
-    yield daemon
-    daemon.store_gate.set()
-    daemon.answer_matches.set()
-    daemon.stop()
-
-
-def config(fake, **fields) -> Config:
-    return Config(**{"socket": fake.engine_socket, "descriptors": fake.descriptor_socket, "match_wait_ms": 5000, **fields})
-
-
-def hello(role) -> pb.Hello:
-    return pb.Hello(wire_version=1, role=role, instance="i", ranks=1, space=pb.Space(model="m", block_tokens=4))
-
-
-class Request(SimpleNamespace):
-    """Tokens 0..tokens-1 in blocks of 4."""
-
-    def __init__(self, request_id: str, tokens: int, salt: int = 0, params=None):
-        hashes = [bytes([salt, n]) * 16 for n in range(tokens // 4)]
-        super().__init__(
-            request_id=request_id,
-            num_tokens=tokens,
-            num_prompt_tokens=tokens,
-            num_computed_tokens=0,
-            block_hashes=hashes,
-            kv_transfer_params=params,
-        )
-
-
-class Side:
-    """The scheduler side, with the calls that vLLM would make."""
-
-    def __init__(self, fake, **fields):
-        self.fake = fake
-        self.scheduler = Scheduler(config(fake, **fields), hello(pb.ROLE_SCHEDULER), 1, log)
-        wait_for(lambda: self.scheduler._session.attachment, 10, "attached")
-
-    def matched(self, request, local_tokens: int = 0):
-        return wait_for(lambda: self._matched(request, local_tokens), 5, "an answer")
-
-    def _matched(self, request, local_tokens):
-        tokens, asynchronous = self.scheduler.matched_tokens(request, local_tokens)
-        return None if tokens is None else (tokens, asynchronous)
-
-    def admit(self, request, table: list[int], local_tokens: int = 0) -> int:
-        self.scheduler.arrived(request)
-        tokens, _ = self.matched(request, local_tokens)
-        self.scheduler.allocated(request, table, tokens)
-        return tokens
-
-    def step(self, tables: dict[str, list[int]] | None = None, new: dict[str, list[int]] | None = None):
-        """tables: of the requests that compute all their tokens in this step; new: block ids that running ones get."""
-        tables, new = tables or {}, new or {}
-        requests = self.scheduler._requests
-        return self.scheduler.step_meta(
-            SimpleNamespace(
-                scheduled_cached_reqs=SimpleNamespace(
-                    req_ids=list(new), new_block_ids=[(ids,) for ids in new.values()], resumed_req_ids=set()
-                ),
-                num_scheduled_tokens={r: requests[r].request.num_tokens - requests[r].request.num_computed_tokens for r in tables},
-                total_num_scheduled_tokens=len(tables),
-                kv_connector_block_state=SimpleNamespace(get_block_ids=lambda r: (tables[r],)),
-            )
-        )
-
-    def ended(self, ended=(), received=(), bad=(), refuses=False):
-        self.scheduler.step_ended(
-            SimpleNamespace(
-                kv_connector_worker_meta=RankMeta(Counter(ended), refuses), finished_recving=set(received), invalid_block_ids=set(bad)
-            )
-        )
-
-    def resident(self, request, blocks: int):
-        space = _space_id(hello(pb.ROLE_SCHEDULER).space)
-        for name in request.block_hashes[:blocks]:
-            self.fake.blocks[self.fake._key(space, name, 0)] = (0, 0, 0)
 
 
 @pytest.fixture
@@ -161,7 +74,7 @@ def test_reused_blocks_are_revoked_before_they_are_written(side):
     first, second = Request("a", 8, salt=1), Request("b", 12, salt=2)
     side.admit(first, [5, 6])
     (job,) = side.step({"a": [5, 6]}).stores
-    side.scheduler.finished(first, True)
+    side.scheduler.finished(first, [5, 6], True)
     # b hits block 5 in the engine's cache, and is given 6 anew.
     side.admit(second, [5, 6, 7], local_tokens=4)
     assert side.step({"b": [5, 6, 7]}).revokes == [job.store_id]
@@ -176,7 +89,7 @@ def test_reuse_by_a_running_request(side):
     first, second = Request("a", 8, salt=1), Request("b", 4, salt=2)
     side.admit(first, [5, 6])
     (job,) = side.step({"a": [5, 6]}).stores
-    side.scheduler.finished(first, True)
+    side.scheduler.finished(first, [5, 6], True)
     side.admit(second, [7])
     side.step({"b": [7]})
     assert side.step(new={"b": [6]}).revokes == [job.store_id]
@@ -190,18 +103,19 @@ def test_a_shared_prefix_is_stored_by_one(side):
     (own,) = side.step({"b": [5, 6, 7]}).stores
     assert own.block_ids == [7]
     # But who hands it over keeps its blocks until that store has ended.
-    hold, params = side.scheduler.finished(second, True)
+    hold, params = side.scheduler.finished(second, [5, 6, 7], True)
     assert hold and params["do_remote_prefill"] and params["kvferry_ticket"]
-    assert side.step().holds == {"b": [job.store_id, own.store_id]}
+    hold = side.step().holds["b"]
+    assert hold.store_ids == [job.store_id, own.store_id] and hold.epoch == side.fake.epoch
     wait_for(lambda: side.fake.seen("offer"), 5, "the offer")
     (offer,) = side.fake.seen("offer")
-    assert offer.hashes == b"".join(second.block_hashes) and offer.tokens == 12
+    assert offer.hashes == b"".join(second.block_hashes) and offer.tokens == 12 and offer.offer_id == hold.offer_id
 
 
 def test_only_a_good_end_is_offered(side):
     request = Request("a", 8, params={"do_remote_decode": True})
     side.admit(request, [5, 6])
-    assert side.scheduler.finished(request, False) == (False, None)
+    assert side.scheduler.finished(request, [5, 6], False) == (False, None)
 
 
 def test_aborted_load_is_cancelled_and_holds_nothing(side):
@@ -209,7 +123,7 @@ def test_aborted_load_is_cancelled_and_holds_nothing(side):
     side.resident(request, 2)
     side.admit(request, [5, 6])
     side.step()
-    assert side.scheduler.finished(request, False) == (False, None)
+    assert side.scheduler.finished(request, [5, 6], False) == (False, None)
     assert side.step().cancels == ["a"]
     side.ended(received=["a"], bad=[5, 6])
     assert not side.scheduler._loads and not side.scheduler._requests
@@ -268,7 +182,9 @@ def test_a_rank_that_refuses_ends_loads(side):
     worker.start_stores(meta)
     assert worker.finished() == (set(), {"a"}, {5, 6})
     side.scheduler.step_ended(
-        SimpleNamespace(kv_connector_worker_meta=worker.take_meta(), finished_recving={"a"}, invalid_block_ids={5, 6})
+        SimpleNamespace(
+            kv_connector_worker_meta=worker.take_meta(), finished_recving={"a"}, finished_sending=set(), invalid_block_ids={5, 6}
+        )
     )
     other = Request("b", 8)
     assert side.admit(other, [7, 8]) == 0
@@ -342,51 +258,6 @@ def test_weights_digest(tmp_path):
 # ---- a rank ----
 
 
-class Rank:
-    def __init__(self, fake, **fields):
-        whole = torch.zeros(BLOCKS * LAYERS * PER_LAYER, dtype=torch.float32)
-        whole.uniform_()
-        shape, stride = (BLOCKS, 2, 4, PER_LAYER // 8), (PER_LAYER, PER_LAYER // 2, PER_LAYER // 8, 1)
-        self.caches = {f"layer{n}": torch.as_strided(whole, shape, stride, n * BLOCKS * PER_LAYER) for n in range(LAYERS)}
-        self.worker = Worker(config(fake, **fields), hello(pb.ROLE_WORKER), BLOCKS, log)
-        before = [self.block(n) for n in range(BLOCKS)]
-        self.worker.register(self.caches)
-        wait_for(lambda: self.worker._session.attachment, 10, "attached")
-        if self.worker._staging is None:
-            # The engine's memory moved: what lay in it is not needed at that time, so it is not copied.
-            for cache in self.caches.values():
-                cache.uniform_()
-        else:
-            assert [self.block(n) for n in range(BLOCKS)] == before
-
-    def block(self, n: int) -> bytes:
-        return b"".join(t[n].contiguous().numpy().tobytes() for t in self.caches.values())
-
-    def step(self, meta):
-        self.worker.before_step(meta)
-        self.worker.start_loads(meta)
-        self.worker.start_stores(meta)
-        return self.worker.finished()
-
-    def store(self, ids: list[int], names: list[bytes]):
-        self.step(StepMeta("", stores=[StoreJob(1, "r", ids, b"".join(names), bytes(32) * len(ids))]))
-
-    def load(self, ids: list[int], names: list[bytes], cancel: bool = False) -> set[int]:
-        _, received, bad = self.step(StepMeta("", loads=[LoadJob("r", ids, b"".join(names), None)], cancels=["r"] if cancel else []))
-
-        def ended():
-            nonlocal received, bad
-            if not received:
-                _, received, bad = self.worker.finished()
-            return received
-
-        assert wait_for(ended, 10, "the load ends") == {"r"}
-        return bad
-
-
-NAMES = [bytes([n]) * 32 for n in range(1, 11)]
-
-
 @pytest.fixture(params=["lent", "staging"])
 def rank(fake, request):
     r = Rank(fake, mode=request.param, staging_bytes=1 << 20)
@@ -416,15 +287,15 @@ def test_wrong_blocks_are_reported(fake, rank, spoil):
 
 
 def test_silent_daemon_is_given_up(fake):
-    rank = Rank(fake, load_timeout_ms=200)
+    rank = Rank(fake)
     fake.answer_loads = False
-    assert rank.load([8, 9], NAMES[:2]) == {8, 9}
+    assert rank.load([8, 9], NAMES[:2], timeout_ms=200) == {8, 9}
     assert rank.worker.take_stats().data["unloaded_blocks:timeout"] == 2
     rank.worker.close()
 
 
 def test_cancelled_and_unattached_loads_end(fake):
-    rank = Rank(fake, load_timeout_ms=30000)
+    rank = Rank(fake)
     fake.answer_loads = False
     assert rank.load([8, 9], NAMES[:2], cancel=True) == {8, 9}
     fake.stop()
@@ -434,7 +305,7 @@ def test_cancelled_and_unattached_loads_end(fake):
 
 
 def test_daemon_that_goes_away_ends_loads(fake):
-    rank = Rank(fake, load_timeout_ms=30000)
+    rank = Rank(fake)
     fake.answer_loads = False
     threading.Timer(0.2, fake.stop).start()
     assert rank.load([8, 9], NAMES[:2]) == {8, 9}
@@ -448,30 +319,30 @@ def test_copies_that_do_not_fit_the_memory_are_refused(fake):
     for fields in ({"offsets": [2**63]}, {"header_offsets": [4]}, {"shard_bytes": 7}, {"crc32c": []}):
         good = {"offsets": [0], "header_offsets": [0], "generations": [0], "crc32c": [0], "shard_bytes": rank.worker._memory.block_bytes}
         message = pb.LoadResult(status=b"\1", **{**good, **fields})
-        load = _Load(LoadJob("r", [1], NAMES[0], None), time.monotonic() + 5)
-        loader._copy(load, attachment, 0, message)
+        load = _Load(LoadJob("r", [1], NAMES[0], None, 5000), time.monotonic() + 5, (attachment, bytes(32)))
+        loader._take(load, SimpleNamespace(lends=False), _Part([0]), message)
         assert load.failed == {0}
     rank.worker.close()
 
 
 def test_an_answer_out_of_range_ends_the_load(fake):
-    rank = Rank(fake, load_timeout_ms=30000)
+    rank = Rank(fake)
     rank.store([1, 2], NAMES[:2])
     wait_for(lambda: len(fake.blocks) == 2, 5, "stored")
     fake.answer_loads = False
     loader: Loader = rank.worker._loader
-    loader.begin(LoadJob("r", [8, 9], b"".join(NAMES[:2]), None), rank.worker._session.space_id(""))
+    loader.begin(LoadJob("r", [8, 9], b"".join(NAMES[:2]), None, 30000), rank.worker._session.space_id(""))
     load = wait_for(lambda: loader._loads.get("r"), 5, "begun")
-    (number,) = wait_for(lambda: list(load.operations), 5, "sent")
+    (op,) = wait_for(lambda: list(load.parts), 5, "sent")
     load.missing.discard(0)  # as if the first block had come
-    loader._events.put(lambda: loader._result("r", load.operations[number][0], pb.LoadResult(operation=number, first=2, status=b"\1")))
+    loader._events.put(lambda: loader._result("r", op, pb.LoadResult(operation=op.number, first=2, status=b"\1")))
     wait_for(lambda: loader._ended, 5, "the load ends")
     assert loader.take_ended() == ({"r"}, {9})
     rank.worker.close()
 
 
 def test_full_staging_buffer(fake):
-    rank = Rank(fake, mode="staging", staging_bytes=4 * LAYERS * PER_LAYER * 4)
+    rank = Rank(fake, mode="staging", staging_bytes=4 * BLOCK_BYTES)
     rank.store([1, 2, 3, 4, 5], NAMES[:5])
     assert rank.worker.take_stats().data == {"unstored_blocks:staging_full": 5}
     assert rank.worker.take_meta().ended == {1: 1}

@@ -15,6 +15,7 @@ class Config:
     descriptors: str = ""  # of the descriptor socket; descriptors.sock beside the other
     mode: Literal["lent", "staging"] = "lent"
     staging_bytes: int = 256 << 20  # of the staging buffer
+    direct: Literal["auto", "on", "off"] = "auto"  # lend blocks that peers' transfers write; on: and say where the daemon does not
     model: str = ""  # name in the space, where the engine's would differ between nodes
     revision: str = ""  # or digest of the weights, where it cannot be found or takes too long to compute
     tenant: str = ""  # default tenant of this engine's requests
@@ -23,8 +24,11 @@ class Config:
     match_timeout_ms: int = 1000
     lease_ms: int = 0  # of what Match found; 0 is the daemon's default
     load_timeout_ms: int = 5000  # then the blocks are computed
+    transfer_timeout_ms: int = 30000  # the same where the prompt is still being computed elsewhere
     store_timeout_ms: int = 10000
     hold_ms: int = 2000  # blocks of a handed-over request are kept so long for their stores
+    spill_ms: int = 5000  # blocks of a handed-over request are lent so long, then they are had from the pool only
+    spill_percent: int = 20  # of the KV memory; where lent blocks are more, the oldest go first
     offer_lifetime_ms: int = 0  # 0 is the daemon's default
     copy_threads: int = 2  # for copies of 16 MiB and more; 1 or 2
 
@@ -41,7 +45,10 @@ def read_config(extra: dict[str, Any]) -> Config:
     config = Config(**extra)
     if config.mode not in ("lent", "staging"):
         raise ValueError(f"kv_connector_extra_config.mode: {config.mode!r} is neither lent nor staging")
-    for key, low, high in (("load_timeout_ms", 1, 60000), ("store_timeout_ms", 1, 60000), ("copy_threads", 1, 2)):
+    if config.direct not in ("auto", "on", "off"):
+        raise ValueError(f"kv_connector_extra_config.direct: {config.direct!r} is none of auto, on, off")
+    timeouts = [(f"{name}_timeout_ms", 1, 60000) for name in ("load", "transfer", "store")]
+    for key, low, high in (*timeouts, ("spill_percent", 0, 100), ("copy_threads", 1, 2)):
         if not low <= getattr(config, key) <= high:
             raise ValueError(f"kv_connector_extra_config.{key}: {getattr(config, key)} is not in {low}..{high}")
     socket = config.socket or os.environ.get("KVFERRY_SOCKET", "") or DEFAULT_SOCKET

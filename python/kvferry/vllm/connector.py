@@ -96,10 +96,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             engine_version=vllm.__version__[:64],
             serving_address=config.serving_address,
             tenant=config.tenant,
+            # vLLM makes it when it makes its configuration, which all of its processes get.
+            engine_start=f"{vllm_config.instance_id} {self._kv_transfer_config.engine_id}"[:128],
         )
         if role == KVConnectorRole.SCHEDULER:
             hello.role = pb.ROLE_SCHEDULER
-            self._scheduler = Scheduler(config, hello, ranks, logger)
+            self._scheduler = Scheduler(config, hello, ranks, kv_cache_config.num_blocks, logger)
         else:
             hello.role = pb.ROLE_WORKER
             hello.rank = vllm_config.parallel_config.rank
@@ -164,9 +166,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
-    @_guarded(_nothing)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        if self._scheduler is None:
+            return
+        block_ids = blocks.get_block_ids()[0]
+        try:
+            self._scheduler.allocated(request, block_ids, num_external_tokens)
+        except Exception:
+            self._report("update_state_after_alloc")
+            self._scheduler.unallocated(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
         if self._scheduler is None:
@@ -184,10 +192,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded(lambda: (False, None))
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         well = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-        return self._scheduler.finished(request, well)
+        return self._scheduler.finished(request, block_ids[0], well)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
+
+    @_guarded(lambda: False)
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler.frees_pending()
 
     @_guarded(_nothing)
     def reset_cache(self) -> bool | None:

@@ -1,12 +1,12 @@
 """Where the blocks of each layer lie in the engine's KV memory, and how that memory is lent."""
 
 import ctypes
-import struct
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kvferry import wire
 from kvferry.memory import SharedMemory
 from kvferry.v1 import engine_pb2 as pb
 
@@ -24,7 +24,7 @@ class Plane:
 
 def pack(planes: list[Plane]) -> bytes:
     """For the C helper."""
-    return b"".join(struct.pack("<3Q", p.base, p.stride, p.bytes) for p in planes)
+    return b"".join(wire.PLANE.pack(p.base, p.stride, p.bytes) for p in planes)
 
 
 def _tensor_planes(name: str, t: torch.Tensor, blocks: int, storage_base: int) -> list[Plane]:
@@ -90,7 +90,7 @@ class KVMemory:
             t.set_(whole.untyped_storage(), base // t.element_size() + t.storage_offset(), t.shape, t.stride())
         return bases
 
-    def region(self, region_id: int, blocks: int) -> pb.Region:
+    def region(self, region_id: int, blocks: int, writable: bool) -> pb.Region:
         assert self.shared is not None
         return pb.Region(
             id=region_id,
@@ -98,6 +98,7 @@ class KVMemory:
             bytes=self.shared.size,
             blocks=blocks,
             planes=[pb.Plane(base=p.base, stride=p.stride, bytes=p.bytes) for p in self.planes],
+            writable=writable,
         )
 
 

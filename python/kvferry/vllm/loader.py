@@ -1,20 +1,24 @@
-"""Copies blocks from the pool into KV memory, on a thread of its own.
+"""Brings blocks into KV memory, on a thread of its own: copies them from the pool or from another worker's lent memory, or lends them to the daemon
+to be written.
 
-Only that thread writes into a load's blocks, so that a load which it reported as ended is written to no more: the engine computes failed
-blocks in the same place.
+Only that thread writes into a load's blocks, or the daemon where they are lent to it. So a load is reported as ended only when this thread writes
+no more, and of the daemon it is proven (Operation.quiet): the engine computes failed blocks in the same place.
 """
 
 import logging
 import queue
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable
 from threading import Condition
 
 from kvferry import _native, wire
 from kvferry.attachment import Attachment, Operation, Refusal
+from kvferry.lent import LentMemories
 from kvferry.threads import start_thread
 from kvferry.v1 import engine_pb2 as pb
+from kvferry.vllm.config import Config
 from kvferry.vllm.layout import KVMemory, pack
 from kvferry.vllm.meta import LoadJob
 from kvferry.vllm.metrics import Tallies
@@ -28,29 +32,47 @@ _REASONS: dict[int, str] = {
     pb.BLOCK_STATUS_EXPIRED: "expired",
 }
 _WRONG = {_native.CHANGED: "generation", _native.CORRUPT: "checksum"}
+_POOL, _LENT, _DELIVERED = pb.BLOCK_SOURCE_POOL, pb.BLOCK_SOURCE_LENT, pb.BLOCK_SOURCE_DELIVERED
+
+
+class _Part:
+    """What one operation was asked for: indices into the load's blocks."""
+
+    def __init__(self, indices: list[int]):
+        self.indices = indices
+        self.unanswered = set(indices)
+        self.wrong = 0  # blocks of the pool that were not what they should be
 
 
 class _Load:
     """One request's load on this rank, in as many operations as the daemon's limit makes of it."""
 
-    def __init__(self, job: LoadJob, deadline: float):
+    def __init__(self, job: LoadJob, deadline: float, target: tuple[Attachment, bytes] | None):
         self.job = job
         self.started = time.monotonic()
         self.deadline = deadline
+        self.target = target
         self.missing = set(range(len(job.block_ids)))  # indices not loaded so far
         self.failed: set[int] = set()  # of these, what will not come
-        self.operations: dict[int, tuple[Operation, Attachment, int, int]] = {}  # by number, with first index and count
-        self.wrong = 0
+        self.again: dict[int, str] = {}  # what was asked for once more, and why
+        self.parts: dict[Operation, _Part] = {}  # under way
+        self.lending: list[Operation] = []  # not known to be quiet
+
+    def decided(self) -> bool:
+        return self.missing == self.failed
 
 
 class Loader:
-    def __init__(self, memory: KVMemory, timeout_ms: int, threads: int, tallies: Tallies, log: logging.Logger):
+    """lends: the region whose blocks the daemon may be given to write; 0 for none."""
+
+    def __init__(self, memory: KVMemory, config: Config, lends: int, tallies: Tallies, log: logging.Logger):
         self._memory = memory
         self._planes = pack(memory.planes)
-        self._timeout_ms = timeout_ms
-        self._threads = threads
+        self._config = config
+        self._lends = lends
         self._tallies = tallies
         self._log = log
+        self._lent = LentMemories(config.descriptors)
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loads: dict[str, _Load] = {}  # the thread's own
         self._lock = Condition()  # guards what follows
@@ -67,6 +89,9 @@ class Loader:
 
     def cancel(self, request_id: str) -> None:
         self._events.put(lambda: self._fail_rest(request_id, "cancelled"))
+
+    def lent_gone(self, epoch: bytes, handle: int) -> None:
+        self._events.put(lambda: self._lent.drop(epoch, handle))
 
     def wait(self, timeout_s: float) -> None:
         """Gives the interpreter's lock to this thread where a load is under way, until one ends."""
@@ -94,6 +119,7 @@ class Loader:
             except queue.Empty:
                 event = self._expire
             if event is None:
+                self._lent.close()
                 return
             try:
                 event()
@@ -106,101 +132,163 @@ class Loader:
                     self._fail_rest(request_id, "internal")
 
     def _begin(self, job: LoadJob, target: tuple[Attachment, bytes] | None) -> None:
-        load = _Load(job, time.monotonic() + self._timeout_ms / 1000)
+        load = _Load(job, time.monotonic() + job.timeout_ms / 1000, target)
         self._loads[job.request_id] = load
-        if target is None:
-            self._fail_rest(job.request_id, "not_attached")
+        self._ask(load, list(range(len(job.block_ids))), job.ticket)
+        self._settle(load)
+
+    def _ask(self, load: _Load, indices: list[int], ticket: bytes | None) -> None:
+        if load.target is None:
+            self._fail(load, indices, "not_attached")
             return
-        attachment, space_id = target
-        step = attachment.welcome.load_blocks_max or len(job.block_ids)
-        for first in range(0, len(job.block_ids), step):
-            count = min(step, len(job.block_ids) - first)
+        attachment, space_id = load.target
+        job, step = load.job, attachment.welcome.load_blocks_max or len(indices)
+        lends = ticket is not None and self._lends and attachment.direct
+        for first in range(0, len(indices), step):
+            part = _Part(indices[first : first + step])
             try:
                 op = attachment.load(
                     space_id,
                     job.request_id,
-                    job.hashes[first * wire.HASH_BYTES : (first + count) * wire.HASH_BYTES],
-                    self._timeout_ms,
-                    job.ticket,
+                    b"".join(job.hashes[i * wire.HASH_BYTES : (i + 1) * wire.HASH_BYTES] for i in part.indices),
+                    max(1, int((load.deadline - time.monotonic()) * 1000)),
+                    ticket,
                     on_result=lambda op, message: self._events.put(lambda: self._result(job.request_id, op, message)),
                     on_end=lambda op, end: self._events.put(lambda: self._operation_end(job.request_id, op, end)),
+                    region=self._lends if lends else 0,
+                    lent=[job.block_ids[i] for i in part.indices] if lends else (),
                 )
             except Refusal as refusal:
-                self._fail(load, range(first, len(job.block_ids)), str(refusal))
-                break
+                self._fail(load, indices[first:], str(refusal))
+                return
             # The callbacks only queue, so nothing of this operation was handled yet.
-            load.operations[op.number] = (op, attachment, first, count)
-        self._settle(load)
+            load.parts[op] = part
+            if op.lends:
+                load.lending.append(op)
 
     def _result(self, request_id: str, op: Operation, message: pb.LoadResult) -> None:
         load = self._loads.get(request_id)
-        if load is None or op.number not in load.operations or load.operations[op.number][0] is not op:
+        part = load.parts.get(op) if load is not None else None
+        if load is None or part is None:
             return
-        _, attachment, first, count = load.operations[op.number]
         n = len(message.status)
-        if message.first + n > count or (n and attachment.pool is None):
-            self._fail(load, range(first, first + count), "protocol")
+        if message.first + n > len(part.indices) or len(message.source) not in (0, n):
+            self._fail(load, part.unanswered, "protocol")
         elif n:
-            self._copy(load, attachment, first + message.first, message)
+            self._take(load, op, part, message)
         if message.last:
-            self._fail(load, range(first, first + count), "unanswered")
+            self._fail(load, part.unanswered, "unanswered")
             self._release(load, op)
         self._settle(load)
 
-    def _copy(self, load: _Load, attachment: Attachment, first: int, message: pb.LoadResult) -> None:
+    def _take(self, load: _Load, op: Operation, part: _Part, message: pb.LoadResult) -> None:
+        """Has the blocks of one answer copied where they are to be copied."""
         n = len(message.status)
-        ready = bytearray(n)
-        for i, status in enumerate(message.status):
-            index = first + i
-            if index in load.missing and index not in load.failed:
-                if status == pb.BLOCK_STATUS_READY:
-                    ready[i] = 1
-                else:
-                    self._fail(load, [index], _REASONS.get(status, "protocol"))
+        indices = part.indices[message.first : message.first + n]
+        sources = message.source or bytes(n)
+        ready: dict[int, bytearray] = {_POOL: bytearray(n), _LENT: bytearray(n), _DELIVERED: bytearray(n)}
+        for i, (index, status, source) in enumerate(zip(indices, message.status, sources)):
+            if index not in part.unanswered:
+                continue
+            part.unanswered.discard(index)
+            if status != pb.BLOCK_STATUS_READY:
+                self._fail(load, [index], _REASONS.get(status, "protocol"))
+            elif source not in ready or (source == _DELIVERED and not op.lends):
+                self._fail(load, [index], "protocol")
+            elif index in load.missing and index not in load.failed:
+                ready[source][i] = 1
+        ids = array("I", [load.job.block_ids[i] for i in indices])
+        wanted = [i for i in range(n) if ready[_POOL][i] or ready[_LENT][i]]
         try:
-            if message.shard_bytes != self._memory.block_bytes and any(ready):
+            if wanted and message.shard_bytes != self._memory.block_bytes:
                 raise ValueError(f"shards of {message.shard_bytes} bytes, want {self._memory.block_bytes}")
-            loaded = _native.load_blocks(
-                self._memory.memory,
-                self._planes,
-                array("I", load.job.block_ids[first : first + n]),
-                attachment.pool,
-                ready,
-                array("Q", message.offsets),
-                array("Q", message.header_offsets),
-                array("Q", message.generations),
-                array("I", message.crc32c),
-                self._threads,
-            )
-        except ValueError as e:
+            if any(ready[_POOL]):
+                self._copy(load, part, indices, ids, ready[_POOL], message)
+            if any(ready[_LENT]):
+                self._copy_lent(load, indices, ids, ready[_LENT], message)
+        except (ValueError, OverflowError) as e:
             self._log.warning("kvferry: an answer to a load makes no sense: %s", e)
-            self._fail(load, [first + i for i in range(n) if ready[i]], "protocol")
+            self._fail(load, [indices[i] for i in wanted], "protocol")
+        self._loaded(load, [indices[i] for i in range(n) if ready[_DELIVERED][i]], "direct")
+
+    def _copy(self, load: _Load, part: _Part, indices: list[int], ids: array, ready: bytearray, message: pb.LoadResult) -> None:
+        assert load.target is not None
+        if (pool := load.target[0].pool) is None:
+            raise ValueError("blocks in a pool that was not handed out")
+        status = _native.load_blocks(
+            self._memory.memory,
+            self._planes,
+            ids,
+            pool,
+            ready,
+            array("Q", message.offsets),
+            array("Q", message.header_offsets),
+            array("Q", message.generations),
+            array("I", message.crc32c),
+            self._config.copy_threads,
+        )
+        self._loaded(load, [indices[i] for i, s in enumerate(status) if s == _native.LOADED], "pool")
+        for i, s in enumerate(status):
+            if s in _WRONG:
+                part.wrong += 1
+                self._fail(load, [indices[i]], _WRONG[s])
+
+    def _copy_lent(self, load: _Load, indices: list[int], ids: array, ready: bytearray, message: pb.LoadResult) -> None:
+        """What its owner wrote again in the meantime may be in the pool, and is asked for once more."""
+        assert load.target is not None
+        try:
+            lent = self._lent.get(load.target[0], message.lent)
+        except (OSError, ValueError, wire.WireError) as e:
+            self._log.warning("kvferry: lent memory cannot be mapped: %s", e)
+            self._ask_again(load, {indices[i]: "unmapped" for i in range(len(ready)) if ready[i]})
             return
-        for i, status in enumerate(loaded):
-            if status == _native.LOADED:
-                load.missing.discard(first + i)
-            elif status in _WRONG:
-                load.wrong += 1
-                self._fail(load, [first + i], _WRONG[status])
-        good = loaded.count(_native.LOADED)
-        self._tallies.add("loaded_blocks", good)
-        self._tallies.add("loaded_bytes", good * self._memory.block_bytes)
+        status = _native.load_lent(
+            self._memory.memory,
+            self._planes,
+            ids,
+            lent.memory,
+            lent.planes,
+            # Of blocks that lie elsewhere these are no block ids.
+            array("I", [block_id if r else 0 for block_id, r in zip(message.offsets, ready)]),
+            lent.table,
+            ready,
+            array("Q", message.generations),
+            self._config.copy_threads,
+        )
+        self._loaded(load, [indices[i] for i, s in enumerate(status) if s == _native.LOADED], "lent")
+        self._ask_again(load, {indices[i]: "generation" for i, s in enumerate(status) if s == _native.CHANGED})
+
+    def _ask_again(self, load: _Load, reasons: dict[int, str]) -> None:
+        for i in [i for i in reasons if i in load.again]:
+            self._fail(load, [i], reasons.pop(i))
+        if reasons:
+            load.again.update(reasons)
+            for reason, count in Counter(reasons.values()).items():
+                self._tallies.add("asked_again_blocks", count, reason)
+            self._ask(load, sorted(reasons), None)
+
+    def _loaded(self, load: _Load, indices: list[int], source: str) -> None:
+        if indices:
+            load.missing.difference_update(indices)
+            self._tallies.add("loaded_blocks", len(indices))
+            self._tallies.add("loaded_bytes", len(indices) * self._memory.block_bytes)
+            self._tallies.add("source_blocks", len(indices), source)
 
     def _operation_end(self, request_id: str, op: Operation, end: pb.OperationEnd) -> None:
         load = self._loads.get(request_id)
-        if load is None or load.operations.get(op.number, (None,))[0] is not op:
+        if load is None:
             return
-        _, _, first, count = load.operations.pop(op.number)
-        reason = pb.Outcome.Name(end.outcome).removeprefix("OUTCOME_").lower()
-        if end.outcome == pb.OUTCOME_REJECTED:
-            self._log.warning("kvferry: the daemon rejected a load: %s", end.reason)
-        self._fail(load, range(first, first + count), reason)
+        if (part := load.parts.pop(op, None)) is not None:
+            if end.outcome == pb.OUTCOME_REJECTED:
+                self._log.warning("kvferry: the daemon rejected a load: %s", end.reason)
+            self._fail(load, part.unanswered, pb.Outcome.Name(end.outcome).removeprefix("OUTCOME_").lower())
         self._settle(load)
 
     def _expire(self) -> None:
         now = time.monotonic()
-        for request_id in [r for r, load in self._loads.items() if load.deadline <= now]:
-            self._fail_rest(request_id, "timeout")
+        for request_id, load in list(self._loads.items()):
+            if load.deadline <= now or load.decided():
+                self._fail_rest(request_id, "timeout")
 
     def _fail_rest(self, request_id: str, reason: str) -> None:
         load = self._loads.get(request_id)
@@ -211,23 +299,26 @@ class Loader:
     def _fail(self, load: _Load, indices: Iterable[int], reason: str) -> None:
         """Those of the blocks that were not loaded so far will not be."""
         fresh = [i for i in indices if i in load.missing and i not in load.failed]
-        if fresh:
-            load.failed.update(fresh)
-            self._tallies.add("unloaded_blocks", len(fresh), reason)
+        load.failed.update(fresh)
+        for label, count in Counter(load.again.get(i, reason) for i in fresh).items():
+            self._tallies.add("unloaded_blocks", count, label)
 
     def _release(self, load: _Load, op: Operation) -> None:
-        _, attachment, _, _ = load.operations.pop(op.number)
-        if load.wrong == 0:
+        part = load.parts.pop(op)
+        assert load.target is not None
+        if part.wrong == 0:
             op.revoke()  # else the daemon looks at its blocks when it is released, which it does not for one that was taken back
-        attachment.release([op], load.wrong)
-        load.wrong = 0
+        load.target[0].release([op], part.wrong)
 
     def _settle(self, load: _Load) -> None:
-        """Reports the load when every block was loaded or has failed."""
-        if load.missing != load.failed:
+        """Reports the load when every block was loaded or has failed, and nobody writes into any of them any more."""
+        if not load.decided():
             return
-        for op, _, _, _ in list(load.operations.values()):
+        for op in list(load.parts):
             self._release(load, op)
+        load.lending = [op for op in load.lending if not op.quiet()]
+        if load.lending:
+            return  # the end of an operation comes here again, or the next tick
         del self._loads[load.job.request_id]
         self._tallies.add("load_seconds", time.monotonic() - load.started)
         with self._lock:

@@ -14,13 +14,17 @@ from kvferry.vllm.metrics import Tallies
 # What Match found is leased at least so long that a request which comes up later asks again.
 _FRESH_S = 30.0
 _YIELD_S = 0.0001
+# So long the daemon asks peers at most.
+_PEERS_WAIT_S = 0.05
 
 
 class Match:
     """blocks: the longest resident prefix; None until the answer is there."""
 
-    def __init__(self, request_id: str, generation: str):
+    def __init__(self, request_id: str, generation: str, peers: list[str], compute_us: int):
         self.request_id = request_id
+        self.peers = peers
+        self.compute_us = compute_us
         self.generation = generation
         self.asked = time.monotonic()
         self.waited_since: float | None = None  # when the scheduler first wanted to know
@@ -41,13 +45,13 @@ class Matcher:
         self._questions: queue.SimpleQueue[tuple[Match, list[bytes]] | None] = queue.SimpleQueue()
         start_thread("kvferry-match", self._run)
 
-    def ask(self, request_id: str, hashes: list[bytes], generation: str) -> Match | None:
-        """None where nothing can be found."""
+    def ask(self, request_id: str, hashes: list[bytes], generation: str, peers: list[str], compute_us: int) -> Match | None:
+        """None where nothing can be found. peers: nodes that may have more; compute_us: what a block takes to compute."""
         target = self._session.space_id(generation)
         if target is None:
             self._tallies.add("unasked_requests", label="not_attached")
             return None
-        match = Match(request_id, generation)
+        match = Match(request_id, generation, peers, compute_us)
         self._questions.put((match, hashes))
         self._tallies.add("asked_blocks", len(hashes))
         return match
@@ -61,7 +65,8 @@ class Matcher:
         now = time.monotonic()
         if match.waited_since is None:
             match.waited_since = now
-        if not self._silent and now - match.waited_since < self._config.match_wait_ms / 1000:
+        wait_s = self._config.match_wait_ms / 1000 + (_PEERS_WAIT_S if match.peers else 0)
+        if not self._silent and now - match.waited_since < wait_s:
             # An engine that only waits for this answer would hold the interpreter's lock against the thread that brings it.
             time.sleep(_YIELD_S)
             return None
@@ -88,7 +93,15 @@ class Matcher:
             return
         attachment, space_id = target
         hashes = hashes[: attachment.welcome.match_blocks_max or len(hashes)]
-        call = attachment.match(space_id, match.request_id, b"".join(hashes), self._config.lease_ms, self._config.match_timeout_ms / 1000)
+        call = attachment.match(
+            space_id,
+            match.request_id,
+            b"".join(hashes),
+            self._config.lease_ms,
+            self._config.match_timeout_ms / 1000,
+            match.peers,
+            match.compute_us,
+        )
         call.add_done_callback(lambda done: self._answered(match, done))
 
     def _answered(self, match: Match, call: grpc.Future) -> None:
@@ -104,3 +117,4 @@ class Matcher:
         if match.blocks is None:
             match.blocks = response.blocks
             self._tallies.add("matched_blocks", response.blocks)
+            self._tallies.add("peer_blocks", response.peer_blocks)

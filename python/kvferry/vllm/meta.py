@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from kvferry.vllm.holds import Hold
+
 
 @dataclass
 class StoreJob:
@@ -21,6 +23,7 @@ class LoadJob:
     block_ids: list[int]
     hashes: bytes
     ticket: bytes | None
+    timeout_ms: int
 
 
 @dataclass
@@ -32,7 +35,8 @@ class StepMeta(KVConnectorMetadata):
     stores: list[StoreJob] = field(default_factory=list)  # to begin after this step's forward
     loads: list[LoadJob] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)  # requests whose load is no longer wanted
-    holds: dict[str, list[int]] = field(default_factory=dict)  # finished requests that keep their blocks for these stores
+    holds: dict[str, Hold] = field(default_factory=dict)  # requests that have finished and keep their blocks
+    spills: dict[str, str] = field(default_factory=dict)  # held requests that shall give them back, and why
 
 
 @dataclass

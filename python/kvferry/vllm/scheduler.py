@@ -5,17 +5,21 @@ It never waits for the daemon. What it knows of a request is in one _Request; wh
 
 import logging
 import os
+from collections import Counter
 from typing import Any
 
 from kvferry import wire
 from kvferry.attachment import wire_request_id
+from kvferry.memory import GenerationTable
 from kvferry.session import Session
 from kvferry.v1 import engine_pb2 as pb
 from kvferry.vllm.config import Config
-from kvferry.vllm.handoff import make_offer, read_ticket
+from kvferry.vllm.handoff import Offers, OpenOffer, Transfer, read_peers, read_ticket, read_transfer, transfer_ticket
+from kvferry.vllm.holds import Hold, Holds
 from kvferry.vllm.matcher import Match, Matcher
 from kvferry.vllm.meta import LoadJob, RankMeta, StepMeta, StoreJob
 from kvferry.vllm.metrics import Stats, Tallies
+from kvferry.vllm.pace import Pace
 from kvferry.vllm.reads import Reads
 
 STORE_BLOCKS_MAX = 64
@@ -29,6 +33,10 @@ class _Request:
         self.match: Match | None = None
         self.ticket: pb.Ticket | None = None
         self.ticket_bytes = b""
+        self.load_timeout_ms = 0
+        self.peers: list[str] = []
+        self.transfer: Transfer | None = None  # under which it is to be offered
+        self.opened: OpenOffer | None = None
         self.may_load = True  # False after a load of it failed: what failed once is computed
         self.may_store = True  # False once the weights changed under it: what it computes from then on stands on what the old ones made
         self.local_blocks = 0  # hits in the engine's own cache at the last look-up
@@ -38,9 +46,9 @@ class _Request:
 
 
 class Scheduler:
-    """Every method runs on the scheduler's thread. ranks: worker processes that must be done with a store."""
+    """Every method runs on the scheduler's thread. ranks: worker processes that must be done with a store; blocks: of each one's KV memory."""
 
-    def __init__(self, config: Config, hello: pb.Hello, ranks: int, log: logging.Logger):
+    def __init__(self, config: Config, hello: pb.Hello, ranks: int, blocks: int, log: logging.Logger):
         self._config = config
         self._hello = hello
         self._ranks = ranks
@@ -51,10 +59,22 @@ class Scheduler:
         self._requests: dict[str, _Request] = {}
         self._loads: dict[str, LoadJob] = {}  # begun and not ended
         self._reads = Reads()
+        self._holds = Holds(blocks, config.spill_percent)
+        self._unplaced: dict[str, int] = {}  # requests that could begin in this step, and the blocks that they need
+        self._pace = Pace(self._block_tokens)
+        self._table: GenerationTable | None = None
+        given = {}
+        if config.mode == "lent":
+            self._table = GenerationTable(blocks)
+            hello.generations = blocks
+            given[wire.ENTRY_GENERATIONS] = self._table.shared.fd
+        self._offers = Offers(config, self._block_tokens, hello.instance, self._table)
+        # What a peer's transfer writes straight into blocks is not in the pool.
+        self._direct = config.mode == "lent" and config.direct != "off"
         self._meta = StepMeta(self._generation)
         self._leases: set[str] = set()  # of requests, to be given back
         self._refused = False  # a rank cannot serve
-        self._session = Session(config.socket, config.descriptors, hello, {}, log)
+        self._session = Session(config.socket, config.descriptors, hello, given, log)
         self._matcher = Matcher(self._session, config, self._tallies)
         self._session.start()
 
@@ -66,6 +86,11 @@ class Scheduler:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):
             self._take_ticket(state, params)
+        elif params.get("do_remote_decode"):
+            self._open_offer(state, params)
+        state.peers, result = read_peers(params)
+        if result != "absent":
+            self._tallies.add("peer_hints", label=result)
         self._look_up(state)
 
     def _take_ticket(self, state: _Request, params: dict[str, Any]) -> None:
@@ -73,15 +98,39 @@ class Scheduler:
         if target is None:
             self._tallies.add("tickets", label="not_attached")
             return
-        hashes = state.request.block_hashes
-        state.ticket_bytes, state.ticket, result = read_ticket(params, target[1], hashes, state.request.num_tokens)
+        attachment, space_id = target
+        hashes, tokens = state.request.block_hashes, state.request.num_tokens
+        state.load_timeout_ms = self._config.load_timeout_ms
+        state.ticket_bytes, state.ticket, result = read_ticket(params, space_id, hashes, tokens)
+        if result == "absent":
+            transfer, result = read_transfer(params, decodes=True)
+            if transfer is not None:
+                # Its blocks come while the other engine computes.
+                state.load_timeout_ms = self._config.transfer_timeout_ms
+                state.ticket_bytes, state.ticket, result = transfer_ticket(
+                    transfer, space_id, hashes[: tokens // self._block_tokens], tokens, attachment.welcome.load_blocks_max
+                )
         self._tallies.add("tickets", label=result)
+
+    def _open_offer(self, state: _Request, params: dict[str, Any]) -> None:
+        state.transfer, result = read_transfer(params, decodes=False)
+        if state.transfer is not None:
+            target = self._session.space_id(self._generation)
+            if target is None:
+                result = "not_attached"
+            else:
+                state.opened = self._offers.begin(state.request, state.transfer, *target)
+                result = "begun" if state.opened is not None else "not_offered"
+        if result != "absent":
+            self._tallies.add("transfers", label=result)
 
     def _look_up(self, state: _Request) -> None:
         blocks = min(len(state.request.block_hashes), state.request.num_tokens // self._block_tokens)
         state.match = None
         if blocks:
-            state.match = self._matcher.ask(state.request.request_id, state.request.block_hashes[:blocks], self._generation)
+            state.match = self._matcher.ask(
+                state.request.request_id, state.request.block_hashes[:blocks], self._generation, state.peers, self._pace.block_us
+            )
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """None: ask again in a moment."""
@@ -97,6 +146,7 @@ class Scheduler:
         available = self._matcher.result(state.match)
         if available is None and state.ticket is None:
             return None, False
+        self._unplaced[request.request_id] = -(-(request.num_tokens - computed_tokens) // self._block_tokens)
         state.stored_until = available = available or 0
         if not state.may_load or self._refused:
             return 0, False
@@ -109,6 +159,7 @@ class Scheduler:
 
     def allocated(self, request: Any, block_ids: list[int], external_tokens: int) -> None:
         """block_ids is the request's whole table, hits in the engine's own cache first."""
+        self._unplaced.pop(request.request_id, None)
         state = self._requests.get(request.request_id)
         if state is None:
             self._reused(block_ids)
@@ -120,18 +171,34 @@ class Scheduler:
                 self._leases.add(request.request_id)
             return
         first, end = state.local_blocks, state.local_blocks + external_tokens // self._block_tokens
-        state.stored_until = max(state.stored_until, end)
+        handed_over = state.ticket is not None
+        if not (handed_over and self._direct):
+            state.stored_until = max(state.stored_until, end)
         job = LoadJob(
             request.request_id,
             list(block_ids[first:end]),
             b"".join(request.block_hashes[first:end]),
-            state.ticket_bytes if state.ticket is not None else None,
+            state.ticket_bytes if handed_over else None,
+            state.load_timeout_ms if handed_over else self._config.load_timeout_ms,
         )
         state.ticket = None  # a ticket is good for one claim
         self._loads[request.request_id] = job
         self._meta.loads.append(job)
 
+    def unallocated(self, request: Any, block_ids: list[int], external_tokens: int) -> None:
+        """allocated() has failed: the engine waits for the end of a load that nobody began, so that one is begun which ends at once."""
+        state = self._requests.get(request.request_id)
+        if external_tokens <= 0 or request.request_id in self._loads:
+            return
+        first = state.local_blocks if state is not None else 0
+        job = LoadJob(request.request_id, list(block_ids[first:]), b"", None, 0)
+        self._loads[request.request_id] = job
+        self._meta.loads.append(job)
+
     def _reused(self, block_ids: list[int]) -> None:
+        """These blocks may be written as soon as the step's metadata has left."""
+        if self._table is not None:
+            self._table.bump(block_ids)
         self._meta.revokes.extend(self._reads.reuse(block_ids))
 
     # ---- the step ----
@@ -151,10 +218,26 @@ class Scheduler:
                 if tables is not None:
                     self._store_finished(state, tables[0], state.request.num_computed_tokens + scheduled)
         self._release_leases()
+        self._spill(self._holds.over_share(), "share")
+        # The engine had no room for what is left over here.
+        self._spill(self._holds.give_back(sum(self._unplaced.values())), "pressure")
+        self._unplaced.clear()
+        self._pace.step_begins(self._prompt_tokens(output))
         meta, self._meta = self._meta, StepMeta(self._generation)
         meta.weights_generation = self._generation
         meta.idle = output.total_num_scheduled_tokens == 0
         return meta
+
+    def _spill(self, request_ids: list[str], reason: str) -> None:
+        self._meta.spills.update(dict.fromkeys(request_ids, reason))
+
+    def _prompt_tokens(self, output: Any) -> int:
+        """Tokens of prompts that a step computes."""
+        computed = 0
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            if (state := self._requests.get(request_id)) is not None:
+                computed += min(scheduled, max(0, state.request.num_prompt_tokens - state.request.num_computed_tokens))
+        return computed
 
     def _store_finished(self, state: _Request, block_ids: list[int], tokens: int) -> None:
         """Hands the blocks that are full after this step to stores, and so what the engine's own cache had of the prompt."""
@@ -178,9 +261,12 @@ class Scheduler:
             self._meta.stores.append(StoreJob(store_id, state.request.request_id, ids, b"".join(names), parents))
 
     def step_ended(self, output: Any) -> None:
+        self._pace.step_ended()
         if isinstance(meta := output.kv_connector_worker_meta, RankMeta):
             self._reads.ended(meta.ended)
             self._refused = self._refused or meta.refuses
+        for request_id in output.finished_sending or ():
+            self._holds.ended(request_id)
         for request_id in output.finished_recving or ():
             job = self._loads.pop(request_id, None)
             state = self._requests.get(request_id)
@@ -194,41 +280,59 @@ class Scheduler:
 
     # ---- the end of a request ----
 
-    def finished(self, request: Any, finished_well: bool) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the request's blocks must be kept for its stores, and what goes back to the router."""
+    def finished(self, request: Any, block_ids: list[int], finished_well: bool) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the request's blocks must be kept, for its stores or its offer, and what goes back to the router.
+
+        The engine goes on stepping as long as it keeps blocks of a finished request (its has_requests counts them), each millisecond when there
+        is nothing else to do: so the ranks are asked, and the blocks come back, without another request having to come.
+        """
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return False, None
+        self._unplaced.pop(request.request_id, None)
         if state.match is not None:
             self._leases.add(request.request_id)
-        if request.request_id in self._loads:
-            # Still receiving: the workers report it, at the latest at the load's deadline.
+        loading = request.request_id in self._loads
+        if loading:
+            # Still receiving: the workers report it, at the latest at the load's deadline and when the daemon is quiet.
             self._meta.cancels.append(request.request_id)
-            return False, None
         params = request.kv_transfer_params or {}
-        if not params.get("do_remote_decode") or not finished_well:
+        if loading or not params.get("do_remote_decode") or not finished_well:
+            if state.opened is not None:
+                state.opened.end("aborted")
             return False, None
-        answer = self._offer(state)
+        answer, hold = self._offer(state, block_ids)
         pending = sorted(self._reads.unfinished(state.stores))
-        if self._config.mode == "staging" or not pending:
+        if self._table is None or (not pending and hold is None):
             return False, answer
-        self._meta.holds[request.request_id] = pending
+        hold = hold or Hold([])
+        hold.store_ids = pending
+        if hold.offer_id:
+            self._holds.add(request.request_id, block_ids, pending)
+        self._meta.holds[request.request_id] = hold
         return True, answer
 
-    def _offer(self, state: _Request) -> dict[str, Any]:
+    def _offer(self, state: _Request, block_ids: list[int]) -> tuple[dict[str, Any], Hold | None]:
         # These keys are what proxies carry from one engine to the other; without a ticket the prompt is computed again.
         answer: dict[str, Any] = {"do_remote_prefill": True, "do_remote_decode": False}
         answer.update(dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")))
         target = self._session.space_id(self._generation)
         if target is None or not state.may_store:
-            return answer
-        made = make_offer(state.request, *target, self._block_tokens, self._config.offer_lifetime_ms, self._hello.instance)
-        if made is not None:
-            offer, ticket = made
-            if target[0].send(pb.SessionRequest(offer=offer)):
-                answer["kvferry_ticket"] = ticket
-                self._tallies.add("offers")
-        return answer
+            return answer, None
+        # What lies in a block that was computed with other weights is not what its hash says.
+        lendable = block_ids if all(map(self._reads.current, block_ids)) else []
+        made = self._offers.finish(state.request, lendable, state.transfer, state.opened, *target)
+        if made is None:
+            return answer, None
+        answer["kvferry_ticket"], hold = made
+        self._tallies.add("offers")
+        return answer, hold
+
+    def frees_pending(self) -> bool:
+        """vLLM asks before it preempts a request because another found no block: blocks that are kept for an offer come back first."""
+        if not self._holds.returning(self._reads.unfinished):
+            self._spill(self._holds.give_back(1), "pressure")
+        return self._holds.returning(self._reads.unfinished)
 
     def _release_leases(self) -> None:
         if not self._leases:
@@ -251,6 +355,12 @@ class Scheduler:
         self._reads.forget_contents()
         for state in self._requests.values():
             state.may_store = False
+            if state.opened is not None:
+                state.opened.end("the weights changed")
+                state.opened = state.transfer = None
+        self._spill(self._holds.all(), "reset")
+        if self._table is not None:
+            self._table.bump_all()
         self._meta.cancels.extend(self._loads)
         self._log.info("kvferry: the cache was reset: blocks of weights generation %s from now on", self._generation)
 
@@ -258,11 +368,16 @@ class Scheduler:
         """A hook has failed half-way: which blocks it would have taken back is not known, so all are."""
         self._tallies.add("errors", label=where)
         self._meta.revoke_all = True
+        if self._table is not None:
+            self._table.bump_all()
 
     def rescue_meta(self) -> StepMeta:
-        """For a step whose own metadata could not be made."""
-        self._meta = StepMeta(self._generation)
-        return StepMeta(self._generation, revoke_all=True)
+        """For a step whose own metadata could not be made. What a rank has to report an end of must reach it all the same."""
+        meta, self._meta = self._meta, StepMeta(self._generation)
+        if self._table is not None:
+            self._table.bump_all()
+        self._reads.ended(Counter({job.store_id: self._ranks for job in meta.stores}))
+        return StepMeta(self._generation, revoke_all=True, loads=meta.loads, cancels=meta.cancels, holds=meta.holds, spills=meta.spills)
 
     def take_stats(self) -> Stats | None:
         return self._tallies.take()

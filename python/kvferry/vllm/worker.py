@@ -3,8 +3,9 @@
 import logging
 import time
 from array import array
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
+from threading import Lock
 
 import torch
 
@@ -14,12 +15,15 @@ from kvferry.session import Session
 from kvferry.threads import start_thread
 from kvferry.v1 import engine_pb2 as pb
 from kvferry.vllm.config import Config
+from kvferry.vllm.handoff import REGION
+from kvferry.vllm.holds import Hold
 from kvferry.vllm.layout import KVMemory, Staging, pack
 from kvferry.vllm.loader import Loader
 from kvferry.vllm.meta import RankMeta, StepMeta, StoreJob
 from kvferry.vllm.metrics import Stats, Tallies
 
-_REGION = 1
+# Ends of offers that are remembered for holds which have not reached this rank.
+_SERVED_MAX = 4096
 _POPULATE_BYTES = 64 << 20
 # vLLM's own pause after a step without work is a millisecond.
 IDLE_WAIT_S = 0.0005
@@ -32,6 +36,16 @@ class _Store:
     operation: Operation
     deadline: float
     slots: list[int]  # of the staging buffer; empty where memory is lent
+
+
+@dataclass
+class _Held:
+    """A finished request that keeps its blocks."""
+
+    hold: Hold
+    stores_until: float  # then stores that still read them are revoked
+    spill_at: float
+    end: str = ""  # why its blocks are lent no more; empty while they are
 
 
 class Worker:
@@ -49,22 +63,28 @@ class Worker:
         self._staging: Staging | None = None
         self._stores: dict[int, _Store] = {}  # by store id; what the scheduler side believes to be reading
         self._ended: Counter[int] = Counter()  # store ids to tell it about
-        self._holds: dict[str, tuple[list[int], float]] = {}  # request -> its stores, and until when
+        self._holds: dict[str, _Held] = {}
+        self._lock = Lock()  # guards what follows
+        self._served: OrderedDict[bytes, None] = OrderedDict()  # offers that nobody reads any more
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Raises ValueError where the memory cannot be served."""
         lend = self._config.mode == "lent"
         self._memory = KVMemory(kv_caches, self._blocks, lend)
         if lend:
-            shared, region = self._memory.shared, self._memory.region(_REGION, self._blocks)
+            direct = self._config.direct != "off"
+            shared, region = self._memory.shared, self._memory.region(REGION, self._blocks, writable=direct)
         else:
             self._staging = Staging(self._memory.planes, self._config.staging_bytes)
             self._planes, self._staging_planes = pack(self._memory.planes), pack(self._staging.planes)
-            shared, region = self._staging.shared, self._staging.region(_REGION)
+            shared, region = self._staging.shared, self._staging.region(REGION)
         assert shared is not None
         self._hello.regions.append(region)
-        self._loader = Loader(self._memory, self._config.load_timeout_ms, self._config.copy_threads, self._tallies, self._log)
-        self._session = Session(self._config.socket, self._config.descriptors, self._hello, {_REGION: shared.fd}, self._log, self._populate)
+        self._hello.reads_lent = True
+        self._loader = Loader(self._memory, self._config, REGION if region.writable else 0, self._tallies, self._log)
+        self._session = Session(
+            self._config.socket, self._config.descriptors, self._hello, {REGION: shared.fd}, self._log, self._attached, self._told
+        )
         self._session.start()
         self._log.info(
             "kvferry: rank %d serves %d blocks of %d KiB, %s, copies with %s",
@@ -74,6 +94,25 @@ class Worker:
             "lent" if lend else f"staged through {self._staging.slots} slots",  # type: ignore[union-attr]
             _native.isa(),
         )
+
+    def _attached(self, attachment: Attachment) -> None:
+        """On the session's thread."""
+        if self._config.direct == "on" and self._config.mode == "lent" and not attachment.direct:
+            self._log.warning(
+                "kvferry: blocks of other nodes come by way of the pool: the daemon has no watchdog, so it is lent nothing to write"
+            )
+        self._populate(attachment)
+
+    def _told(self, attachment: Attachment, message: pb.SessionResponse) -> None:
+        """On the session's thread."""
+        if message.WhichOneof("message") == "lent_gone":
+            assert self._loader is not None
+            self._loader.lent_gone(attachment.epoch, message.lent_gone.handle)
+            return
+        with self._lock:
+            self._served[message.offer_served.offer_id] = None
+            while len(self._served) > _SERVED_MAX:
+                self._served.popitem(last=False)
 
     def _populate(self, attachment: Attachment) -> None:
         """Touches the pool ahead of the loads: its page faults would take up to a third of a first load's time."""
@@ -97,9 +136,12 @@ class Worker:
             space.CopyFrom(self._hello.space)
             space.weights_generation = self._generation
             self._session.use_space(space)
-        deadline = time.monotonic() + self._config.hold_ms / 1000
-        for request_id, store_ids in meta.holds.items():
-            self._holds[request_id] = (store_ids, deadline)
+        now = time.monotonic()
+        for request_id, hold in meta.holds.items():
+            self._holds[request_id] = _Held(hold, now + self._config.hold_ms / 1000, now + self._config.spill_ms / 1000)
+        for request_id, reason in meta.spills.items():
+            if (held := self._holds.get(request_id)) is not None:
+                held.end = held.end or reason
 
     def start_loads(self, meta: StepMeta) -> None:
         if self._loader is None:
@@ -134,7 +176,7 @@ class Worker:
             operation = attachment.store(
                 space_id,
                 job.request_id,
-                _REGION,
+                REGION,
                 slots or job.block_ids,
                 job.hashes,
                 job.parents,
@@ -200,16 +242,32 @@ class Worker:
         self._poll_stores()
         now = time.monotonic()
         sent = set()
-        for request_id, (store_ids, deadline) in list(self._holds.items()):
-            pending = [i for i in store_ids if i in self._stores]
-            if pending and now < deadline:
+        for request_id, held in list(self._holds.items()):
+            held.end = held.end or self._lent_end(held, now)
+            pending = [i for i in held.hold.store_ids if i in self._stores]
+            if not held.end or (pending and now < held.stores_until):
                 continue
             for store_id in pending:
                 self._take_back(store_id)
+            if held.hold.offer_id:
+                self._tallies.add("lent_prompts", label=held.end)
             del self._holds[request_id]
             sent.add(request_id)
         received, bad = self._loader.take_ended() if self._loader is not None else (set(), set())
         return sent, received, bad
+
+    def _lent_end(self, held: _Held, now: float) -> str:
+        """Why the blocks need not be kept for their offer; empty where they do."""
+        if not (offer_id := held.hold.offer_id):
+            return "not lent"
+        with self._lock:
+            if offer_id in self._served:
+                del self._served[offer_id]
+                return "served"
+        attachment = self._session.attachment if self._session else None
+        if attachment is None or attachment.lost or attachment.epoch != held.hold.epoch:
+            return "gone"  # whoever had the offer will not say how it ended
+        return "age" if now >= held.spill_at else ""
 
     def take_meta(self) -> RankMeta | None:
         ended, self._ended = self._ended, Counter()
