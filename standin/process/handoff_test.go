@@ -221,6 +221,45 @@ func TestDecodeDaemonKilled(t *testing.T) {
 	r.nothingHeld(claimLease + time.Second)
 }
 
+// A daemon that is stopped in order in mid-transfer lets it finish, on either side.
+func TestStoppedInOrder(t *testing.T) {
+	t.Parallel()
+	r := newRig(t)
+	r.deadline = 2 * deadline // all of it has to come, over a slow link
+	for _, n := range []**Node{&r.a, &r.b} {
+		fast := r.slow()
+		under := r.everyUnder()
+		stopped := make(chan struct{})
+		go func() {
+			(*n).Stop()
+			close(stopped)
+		}()
+		for _, h := range under {
+			h.all()
+			if n == &r.b { // with its own daemon the prefill worker's session ends, which says the same
+				h.served(time.Second, "done")
+			}
+		}
+		<-stopped
+		if got := (*n).Ended(); got != "ended (exit code 0)" {
+			t.Error(got)
+		}
+		fast()
+		*n = r.node((*n).NodeConfig)
+		if *n == r.a {
+			r.attach(r.prefill, r.a)
+			r.attach(r.near, r.a)
+		} else {
+			r.attach(r.far, r.b)
+		}
+		r.recovers(everyWay...)
+		for _, h := range under {
+			h.untouched()
+		}
+	}
+	r.nothingHeld(time.Second)
+}
+
 // The decode daemon is frozen while it writes into its worker's memory: the worker has it back when the watchdog has killed the daemon, and not before, although it gives the Load up earlier.
 func TestDecodeDaemonFrozen(t *testing.T) {
 	t.Parallel()
