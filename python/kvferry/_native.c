@@ -97,7 +97,6 @@ typedef struct batch {
     const uint32_t *src_ids;
     const uint64_t *offsets, *headers, *generations;
     const uint32_t *crcs;
-    const uint8_t *checked;
     const uint64_t *table;
     uint8_t *status;
 } batch;
@@ -249,35 +248,30 @@ static void load_lent_block(const batch *b, size_t i, kvcopy_seg *segs) {
         const plane *to = &b->dst_planes.at[p], *from = &b->src_planes.at[p];
         segs[p] = (kvcopy_seg){b->dst + to->base + to->stride * b->dst_ids[i], b->src + from->base + from->stride * b->src_ids[i], to->bytes};
     }
-    uint32_t crc = 0;
-    kvcopy_copy(segs, b->dst_planes.n, &crc, KVCOPY_NT);
+    kvcopy_copy(segs, b->dst_planes.n, NULL, KVCOPY_NT);
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    if (__atomic_load_n(entry, __ATOMIC_RELAXED) != b->generations[i])
-        b->status[i] = CHANGED;
-    else
-        b->status[i] = b->checked[i] && crc != b->crcs[i] ? CORRUPT : LOADED;
+    b->status[i] = __atomic_load_n(entry, __ATOMIC_RELAXED) == b->generations[i] ? LOADED : CHANGED;
 }
 
-PyDoc_STRVAR(load_lent_doc, "load_lent(dst, dst_planes, dst_ids, src, src_planes, src_ids, table, ready, generations, checked, crcs, threads) -> bytes\n--\n\n"
-                            "Copies blocks out of another process's KV memory and checks each one's entry of its generation table, before and\n"
-                            "after, and where checked its CRC32C.");
+PyDoc_STRVAR(load_lent_doc, "load_lent(dst, dst_planes, dst_ids, src, src_planes, src_ids, table, ready, generations, threads) -> bytes\n--\n\n"
+                            "Copies blocks out of another process's KV memory and checks each one's entry of its generation table, before and after.");
 
 static PyObject *load_lent(PyObject *self, PyObject *args) {
     (void)self;
-    Py_buffer dst, dst_planes, dst_ids, src, src_planes, src_ids, table, ready, generations, checked, crcs;
+    Py_buffer dst, dst_planes, dst_ids, src, src_planes, src_ids, table, ready, generations;
     int threads;
-    if (!PyArg_ParseTuple(args, "w*y*y*y*y*y*y*y*y*y*y*i:load_lent", &dst, &dst_planes, &dst_ids, &src, &src_planes, &src_ids, &table, &ready,
-                          &generations, &checked, &crcs, &threads))
+    if (!PyArg_ParseTuple(args, "w*y*y*y*y*y*y*y*y*i:load_lent", &dst, &dst_planes, &dst_ids, &src, &src_planes, &src_ids, &table, &ready,
+                          &generations, &threads))
         return NULL;
     PyObject *result = NULL;
     kvcopy_seg *segs = NULL;
     batch b = {.block = load_lent_block, .dst = dst.buf, .dst_ids = dst_ids.buf, .src = src.buf, .src_ids = src_ids.buf, .table = table.buf,
-               .generations = generations.buf, .checked = checked.buf, .crcs = crcs.buf};
+               .generations = generations.buf};
     size_t n = (size_t)dst_ids.len / 4;
     if (!planes_of(&b.dst_planes, &dst_planes, "dst_planes") || !planes_of(&b.src_planes, &src_planes, "src_planes") ||
         !planes_match(&b.dst_planes, &b.src_planes) || !count_is(&dst_ids, n, 4, "dst_ids") || !count_is(&src_ids, n, 4, "src_ids") ||
-        !count_is(&ready, n, 1, "ready") || !count_is(&generations, n, 8, "generations") || !count_is(&checked, n, 1, "checked") ||
-        !count_is(&crcs, n, 4, "crcs") || !blocks_inside(&b.dst_planes, b.dst_ids, n, &dst, "dst_ids") ||
+        !count_is(&ready, n, 1, "ready") || !count_is(&generations, n, 8, "generations") ||
+        !blocks_inside(&b.dst_planes, b.dst_ids, n, &dst, "dst_ids") ||
         !blocks_inside(&b.src_planes, b.src_ids, n, &src, "src_ids"))
         goto done;
     for (size_t i = 0; i < n; i++) {
@@ -301,7 +295,6 @@ done:
     PyMem_RawFree(segs);
     PyBuffer_Release(&dst), PyBuffer_Release(&dst_planes), PyBuffer_Release(&dst_ids), PyBuffer_Release(&src), PyBuffer_Release(&src_planes);
     PyBuffer_Release(&src_ids), PyBuffer_Release(&table), PyBuffer_Release(&ready), PyBuffer_Release(&generations);
-    PyBuffer_Release(&checked), PyBuffer_Release(&crcs);
     return result;
 }
 

@@ -33,8 +33,6 @@ def load_lent(
     table: Buffer,
     ready: Buffer,
     generations: Buffer,
-    checked: Buffer,
-    crcs: Buffer,
     threads: int,
 ) -> bytes: ...
 def populate(memory: Buffer, offset: int, length: int) -> bool: ...

@@ -24,6 +24,8 @@ class SharedMemory:
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, size)
+            # Who is given a descriptor for reading shall not open it for writing.
+            os.fchmod(self.fd, 0o444)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             self.map = mmap.mmap(self.fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
             with contextlib.suppress(OSError):  # as the engine's own memory may have had them

@@ -1,5 +1,6 @@
 """Runs kvferryd for a test."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -83,19 +84,21 @@ class Daemon:
             self.process.wait(10)
             self.process = None
 
-    def _pid(self) -> int:
-        """Of the daemon itself, where it is supervised."""
-        pid = self.process.pid
+    def _signal(self, number: int) -> None:
+        """To the daemon itself, where it is supervised; to none while its watchdog waits before it starts the next."""
+        pids = [self.process.pid]
         if self.flags:
-            of_threads = [p.read_text().split() for p in pathlib.Path(f"/proc/{pid}/task").glob("*/children")]
-            pid = int(next(children[0] for children in of_threads if children))
-        return pid
+            of_threads = pathlib.Path(f"/proc/{pids[0]}/task").glob("*/children")
+            pids = [int(pid) for children in of_threads for pid in children.read_text().split()]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def freeze(self) -> None:
-        os.kill(self._pid(), signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        os.kill(self._pid(), signal.SIGCONT)
+        self._signal(signal.SIGCONT)
 
     def cli(self, *args: str):
         """What `kvferry ARGS -o json` says."""

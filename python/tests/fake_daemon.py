@@ -283,7 +283,6 @@ class Lent:
         os.ftruncate(self.fd, length * count)
         os.ftruncate(self.table_fd, 8 * count)
         self.memory, self.table = mmap.mmap(self.fd, 0), mmap.mmap(self.table_fd, 0)
-        self.crcs = {name: _native.crc32c(data) for name, data in blocks.items()}
         for name, data in blocks.items():
             self.memory[self.names[name] * length : (self.names[name] + 1) * length] = data
             _native.add_u64s(self.table, array("I", [self.names[name]]))
@@ -291,21 +290,19 @@ class Lent:
         planes = [pb.Plane(base=i * each, stride=length, bytes=each) for i in range(layers)]
         self.lent = pb.Lent(handle=7, token=os.urandom(16), bytes=length * count, blocks=count, planes=planes, generations=count)
         self.length = length
-        self.checked = True
 
     def write_again(self, name: bytes) -> None:
         _native.add_u64s(self.table, array("I", [self.names[name]]))
 
     def answer(self, operation: int, names: list[bytes]) -> pb.LoadResult:
         result = pb.LoadResult(operation=operation, last=True, lent=self.lent, shard_bytes=self.length)
-        source = pb.BLOCK_SOURCE_LENT if self.checked else pb.BLOCK_SOURCE_LENT_UNCHECKED
-        result.source = bytes([source] * len(names))
+        result.source = bytes([pb.BLOCK_SOURCE_LENT] * len(names))
         result.status = bytes(pb.BLOCK_STATUS_READY if name in self.names else pb.BLOCK_STATUS_MISS for name in names)
         for name in names:
             result.offsets.append(self.names.get(name, 0))
             result.header_offsets.append(0)
             result.generations.append(1)
-            result.crc32c.append(self.crcs.get(name, 0) if self.checked else 0)
+            result.crc32c.append(0)
         return result
 
 

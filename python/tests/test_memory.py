@@ -9,7 +9,7 @@ import pytest
 from daemon import wait_for
 
 from kvferry import _native
-from kvferry.memory import GenerationTable, Process
+from kvferry.memory import GenerationTable, Process, SharedMemory
 
 
 def test_generations_can_be_changed_by_their_owner_alone():
@@ -28,6 +28,13 @@ def test_generations_can_be_changed_by_their_owner_alone():
         os.ftruncate(table.shared.fd, 0)
     with pytest.raises(ValueError):
         table.bump([4])
+
+
+def test_shared_memory_cannot_be_opened_for_writing():
+    memory = SharedMemory("test", 4096)
+    assert os.fstat(memory.fd).st_mode & 0o777 == 0o444
+    memory.map[:4] = b"ours"
+    os.pwrite(memory.fd, b"also", 0)  # who has this descriptor
 
 
 def test_only_a_dead_process_is_dead():

@@ -148,8 +148,6 @@ def load_lent(memory: bytes, table: bytearray, **change) -> tuple[bytes, bytearr
         "table": table,
         "ready": b"\1\1",
         "generations": array("Q", [7, 2**63 + 5]),
-        "checked": b"\1\1",
-        "crcs": array("I", [_native.crc32c(block(memory, SHAPE, n)) for n in (2, 1)]),
         "threads": 1,
         **change,
     }
@@ -163,9 +161,6 @@ def test_load_lent():
     assert status == bytes([_native.LOADED] * 2)
     assert block(dst, ((0, 64, 64), (256, 36, 36)), 0) == block(memory, SHAPE, 2)
     assert block(dst, ((0, 64, 64), (256, 36, 36)), 3) == block(memory, SHAPE, 1)
-    wrong = array("I", [0, 0])
-    assert load_lent(memory, table, crcs=wrong)[0] == bytes([_native.CORRUPT] * 2)
-    assert load_lent(memory, table, crcs=wrong, checked=b"\0\1")[0] == bytes([_native.LOADED, _native.CORRUPT])
     assert load_lent(memory, table, ready=b"\0\1")[0] == bytes([_native.SKIPPED, _native.LOADED])
     _native.add_u64s(table, array("I", [2]))
     status, dst = load_lent(memory, table)
@@ -181,7 +176,7 @@ def test_load_lent():
         ({"table": bytearray(16)}, "src_ids: block 2 has no entry"),
         ({"src_planes": planes((0, 112, 64))}, "src_planes: they do not match"),
         ({"generations": array("Q", [7])}, "generations: want 2 entries"),
-        ({"checked": b""}, "checked: want 2 entries"),
+        ({"ready": b""}, "ready: want 2 entries"),
     ],
 )
 def test_load_lent_refuses(change, message):
@@ -206,7 +201,7 @@ def test_a_generation_that_changes_during_the_copy():
         writer.start()
         shape = planes((0, size, size))
         ids, generations = array("I", [0]), array("Q", [0])
-        status = _native.load_lent(dst, shape, ids, memory, shape, ids, table, b"\1", generations, b"\0", array("I", [0]), 1)
+        status = _native.load_lent(dst, shape, ids, memory, shape, ids, table, b"\1", generations, 1)
         writer.join()
         if status == bytes([_native.CHANGED]):
             return

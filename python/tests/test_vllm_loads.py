@@ -189,14 +189,6 @@ def test_a_block_that_was_written_again_is_asked_for_once_more(fake, lent):
     assert counted["asked_again_blocks:generation"] == 2 and counted["unloaded_blocks:generation"] == 1
 
 
-@pytest.mark.parametrize("checked", [True, False])
-def test_a_checksum_is_compared_where_it_is_known(fake, lent, checked):
-    fake.lent.checked = checked
-    fake.lent.memory[3 * fake.lent.length] ^= 1
-    assert lent.load([8, 9, 10, 11], NAMES[:4], ticket=TICKET) == ({10} if checked else set())
-    assert lent.counted().get("unloaded_blocks:checksum", 0) == checked
-
-
 def test_memory_that_cannot_be_mapped_is_done_without(fake, lent):
     fake.answer_fetches = False
     assert lent.load([8, 9, 10], NAMES[:3], ticket=TICKET) == {10}

@@ -96,6 +96,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             engine_version=vllm.__version__[:64],
             serving_address=config.serving_address,
             tenant=config.tenant,
+            # vLLM makes it when it makes its configuration, which all of its processes get.
+            engine_start=f"{vllm_config.instance_id} {self._kv_transfer_config.engine_id}"[:128],
         )
         if role == KVConnectorRole.SCHEDULER:
             hello.role = pb.ROLE_SCHEDULER

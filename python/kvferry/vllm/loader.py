@@ -32,7 +32,7 @@ _REASONS: dict[int, str] = {
     pb.BLOCK_STATUS_EXPIRED: "expired",
 }
 _WRONG = {_native.CHANGED: "generation", _native.CORRUPT: "checksum"}
-_POOL, _LENT, _UNCHECKED, _DELIVERED = pb.BLOCK_SOURCE_POOL, pb.BLOCK_SOURCE_LENT, pb.BLOCK_SOURCE_LENT_UNCHECKED, pb.BLOCK_SOURCE_DELIVERED
+_POOL, _LENT, _DELIVERED = pb.BLOCK_SOURCE_POOL, pb.BLOCK_SOURCE_LENT, pb.BLOCK_SOURCE_DELIVERED
 
 
 class _Part:
@@ -186,7 +186,7 @@ class Loader:
         n = len(message.status)
         indices = part.indices[message.first : message.first + n]
         sources = message.source or bytes(n)
-        ready: dict[int, bytearray] = {_POOL: bytearray(n), _LENT: bytearray(n), _UNCHECKED: bytearray(n), _DELIVERED: bytearray(n)}
+        ready: dict[int, bytearray] = {_POOL: bytearray(n), _LENT: bytearray(n), _DELIVERED: bytearray(n)}
         for i, (index, status, source) in enumerate(zip(indices, message.status, sources)):
             if index not in part.unanswered:
                 continue
@@ -198,14 +198,14 @@ class Loader:
             elif index in load.missing and index not in load.failed:
                 ready[source][i] = 1
         ids = array("I", [load.job.block_ids[i] for i in indices])
-        wanted = [i for i in range(n) if ready[_POOL][i] or ready[_LENT][i] or ready[_UNCHECKED][i]]
+        wanted = [i for i in range(n) if ready[_POOL][i] or ready[_LENT][i]]
         try:
             if wanted and message.shard_bytes != self._memory.block_bytes:
                 raise ValueError(f"shards of {message.shard_bytes} bytes, want {self._memory.block_bytes}")
             if any(ready[_POOL]):
                 self._copy(load, part, indices, ids, ready[_POOL], message)
-            if any(ready[_LENT]) or any(ready[_UNCHECKED]):
-                self._copy_lent(load, indices, ids, ready[_LENT], ready[_UNCHECKED], message)
+            if any(ready[_LENT]):
+                self._copy_lent(load, indices, ids, ready[_LENT], message)
         except (ValueError, OverflowError) as e:
             self._log.warning("kvferry: an answer to a load makes no sense: %s", e)
             self._fail(load, [indices[i] for i in wanted], "protocol")
@@ -233,12 +233,9 @@ class Loader:
                 part.wrong += 1
                 self._fail(load, [indices[i]], _WRONG[s])
 
-    def _copy_lent(
-        self, load: _Load, indices: list[int], ids: array, checked: bytearray, unchecked: bytearray, message: pb.LoadResult
-    ) -> None:
+    def _copy_lent(self, load: _Load, indices: list[int], ids: array, ready: bytearray, message: pb.LoadResult) -> None:
         """What its owner wrote again in the meantime may be in the pool, and is asked for once more."""
         assert load.target is not None
-        ready = bytes(a | b for a, b in zip(checked, unchecked))
         try:
             lent = self._lent.get(load.target[0], message.lent)
         except (OSError, ValueError, wire.WireError) as e:
@@ -256,12 +253,10 @@ class Loader:
             lent.table,
             ready,
             array("Q", message.generations),
-            checked,
-            array("I", message.crc32c),
             self._config.copy_threads,
         )
         self._loaded(load, [indices[i] for i, s in enumerate(status) if s == _native.LOADED], "lent")
-        self._ask_again(load, {indices[i]: _WRONG[s] for i, s in enumerate(status) if s in _WRONG})
+        self._ask_again(load, {indices[i]: "generation" for i, s in enumerate(status) if s == _native.CHANGED})
 
     def _ask_again(self, load: _Load, reasons: dict[int, str]) -> None:
         for i in [i for i in reasons if i in load.again]:
