@@ -21,6 +21,7 @@ type network struct {
 	weather weather
 	cut     [2][2]time.Time // until when nothing gets from one node to the other
 	copies  int             // that are running
+	lent    int             // of them, those that read lent memory at this moment
 }
 
 // weather is how bad a seed's network is: so many of a thousand.
@@ -34,7 +35,7 @@ func newNetwork(w *world) *network {
 	if bad := w.r.IntN(6) - 2; bad > 0 { // else only what the steps do to it
 		n.weather = weather{lost: 12 * bad, resets: 8 * bad, twice: 60 * bad, slow: 8 * bad, flips: 4 * bad, breaks: 6 * bad, hangs: 2 * bad}
 	}
-	n.weather.pace = 1 + w.r.IntN(16)
+	n.weather.pace = 1 + w.r.IntN(40)
 	return n
 }
 
@@ -72,6 +73,20 @@ func (n *network) busy() bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	return n.copies > 0
+}
+
+// countLent counts a read of lent memory that begins or ends.
+func (n *network) countLent(by int) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.lent += by
+}
+
+// readsLent tells whether lent memory is being read.
+func (n *network) readsLent() bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.lent > 0
 }
 
 // passes tells whether something gets from one node to another.

@@ -42,6 +42,8 @@ type node struct {
 	engines int
 	backlog []func() // what processes told a daemon that is frozen
 	back    time.Time
+	flipped flips
+	broken  []uint64 // offsets that workers have reported in this step
 
 	mu     sync.Mutex
 	daemon *daemon // nil: down. Written by the scheduler's goroutine
@@ -79,7 +81,7 @@ func (n *node) start() {
 	n.epochs++
 	d := &daemon{node: n, epoch: kvferry.Epoch{byte(n.index + 1), n.epochs}, pool: p, memory: transport.Memory{ID: 1, Bytes: p.Bytes()}, gate: &gate{}, targets: map[kvferry.RegionID]*target{}, direct: n.w.seed%4 > 0}
 	d.ctx, d.end = context.WithCancel(context.Background())
-	d.slots = &slots{Pool: p, w: n.w, reserved: map[uint64]bool{}, writers: map[uint64]int{}}
+	d.slots = &slots{Pool: p, w: n.w, reserved: map[uint64]bool{}, resident: map[uint64]bool{}, writers: map[uint64]int{}, flipped: &n.flipped}
 	d.ledger = tiers.New(d.slots, tiers.DefaultLimits)
 	d.ledger.Adopt(found)
 	log := slog.New(slog.DiscardHandler)
@@ -142,7 +144,7 @@ func (n *node) down() *daemon {
 	defer n.mu.Unlock()
 	d := n.daemon
 	n.daemon, n.frozen = nil, time.Time{}
-	n.backlog = nil
+	n.backlog, n.broken = nil, nil
 	return d
 }
 

@@ -131,7 +131,7 @@ class Rank:
         self.step(StepMeta("", stores=[StoreJob(1, "r", ids, b"".join(names), bytes(32) * len(ids))]))
 
     def begin_load(self, ids: list[int], names: list[bytes], cancel=False, ticket: bytes | None = None, timeout_ms: int = 5000):
-        job = LoadJob("r", ids, b"".join(names), ticket, timeout_ms)
+        job = LoadJob("r", ids, b"".join(names), ticket, len(ids) if ticket else 0, timeout_ms)
         _, received, bad = self.step(StepMeta("", loads=[job], cancels=["r"] if cancel else []))
         self._answer = received, bad
 

@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from sides import NAMES, Rank  # noqa: E402
 
 from kvferry.vllm.holds import Hold  # noqa: E402
-from kvferry.vllm.meta import StepMeta, StoreJob  # noqa: E402
+from kvferry.vllm.meta import LoadJob, StepMeta, StoreJob  # noqa: E402
 
 TICKET = b"a ticket"
 
@@ -135,6 +135,14 @@ def test_operations_of_one_load_are_all_waited_for(fake, direct):
     stays_unreported(direct)
     session.end(number - 1, pb.OUTCOME_COMMITTED)
     assert direct.end_load() == {10, 11, 12, 13}
+
+
+def test_blocks_that_the_ticket_does_not_name_come_from_the_pool(fake, direct):
+    job = LoadJob("r", [8, 9], b"".join(NAMES[:2]), TICKET, 1, 5000)
+    direct.step(StepMeta("", loads=[job]))
+    (accept,) = wait_for(lambda: fake.seen("accept"), 5, "the Accept")
+    (load,) = wait_for(lambda: fake.seen("load"), 5, "the Load")
+    assert (accept.block_ids, accept.load.hashes, load.hashes) == ([8], NAMES[0], NAMES[1])
 
 
 @pytest.mark.parametrize("why", ["off", "not allowed", "no pidfd", "staging", "plain load"])

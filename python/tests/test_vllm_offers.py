@@ -277,6 +277,24 @@ def test_a_malformed_transfer_is_computed(side):
     assert side.scheduler.take_stats().data["tickets:malformed"] == 1
 
 
+def test_only_what_the_ticket_names_is_asked_of_it(side):
+    prefill = Request("p", 9, params=PREFILL)
+    compute(side, prefill, [1, 2, 3])
+    params = finish(side, prefill, [1, 2, 3])[1]
+    # The decode engine's prompt is longer, and more of it is in the pool.
+    for local, offered in ((0, 2), (4, 1), (8, 0)):
+        request = Request(f"d{local}", 20, params=params)
+        side.resident(request, 4)
+        side.scheduler.arrived(request)
+        state = side.scheduler._requests[request.request_id]
+        wait_for(lambda state=state: state.match.blocks is not None, 5, "the look-up is answered")
+        assert side.matched(request, local) == (16 - local, True)
+        side.scheduler.allocated(request, [5, 6, 7, 8, 9], 16 - local)
+        job = side.step().loads[-1]
+        assert job.offered == offered and (job.ticket is not None) == (offered > 0)
+        side.ended(received=[request.request_id])
+
+
 @pytest.mark.parametrize(("fields", "stored"), [({}, [5, 6]), ({"direct": "off"}, []), ({"mode": "staging"}, [])])
 def test_what_was_delivered_is_stored_like_what_is_computed(fake, fields, stored):
     side = Side(fake, **fields)

@@ -319,7 +319,7 @@ def test_copies_that_do_not_fit_the_memory_are_refused(fake):
     for fields in ({"offsets": [2**63]}, {"header_offsets": [4]}, {"shard_bytes": 7}, {"crc32c": []}):
         good = {"offsets": [0], "header_offsets": [0], "generations": [0], "crc32c": [0], "shard_bytes": rank.worker._memory.block_bytes}
         message = pb.LoadResult(status=b"\1", **{**good, **fields})
-        load = _Load(LoadJob("r", [1], NAMES[0], None, 5000), time.monotonic() + 5, (attachment, bytes(32)))
+        load = _Load(LoadJob("r", [1], NAMES[0], None, 0, 5000), time.monotonic() + 5, (attachment, bytes(32)))
         loader._take(load, SimpleNamespace(lends=False), _Part([0]), message)
         assert load.failed == {0}
     rank.worker.close()
@@ -331,7 +331,7 @@ def test_an_answer_out_of_range_ends_the_load(fake):
     wait_for(lambda: len(fake.blocks) == 2, 5, "stored")
     fake.answer_loads = False
     loader: Loader = rank.worker._loader
-    loader.begin(LoadJob("r", [8, 9], b"".join(NAMES[:2]), None, 30000), rank.worker._session.space_id(""))
+    loader.begin(LoadJob("r", [8, 9], b"".join(NAMES[:2]), None, 0, 30000), rank.worker._session.space_id(""))
     load = wait_for(lambda: loader._loads.get("r"), 5, "begun")
     (op,) = wait_for(lambda: list(load.parts), 5, "sent")
     load.missing.discard(0)  # as if the first block had come

@@ -134,7 +134,8 @@ class Loader:
     def _begin(self, job: LoadJob, target: tuple[Attachment, bytes] | None) -> None:
         load = _Load(job, time.monotonic() + job.timeout_ms / 1000, target)
         self._loads[job.request_id] = load
-        self._ask(load, list(range(len(job.block_ids))), job.ticket)
+        self._ask(load, list(range(job.offered)), job.ticket)
+        self._ask(load, list(range(job.offered, len(job.block_ids))), None)
         self._settle(load)
 
     def _ask(self, load: _Load, indices: list[int], ticket: bytes | None) -> None:

@@ -23,6 +23,7 @@ class LoadJob:
     block_ids: list[int]
     hashes: bytes
     ticket: bytes | None
+    offered: int  # so many of the blocks are the ticket's, the rest is here
     timeout_ms: int
 
 

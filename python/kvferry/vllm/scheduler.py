@@ -171,15 +171,16 @@ class Scheduler:
                 self._leases.add(request.request_id)
             return
         first, end = state.local_blocks, state.local_blocks + external_tokens // self._block_tokens
-        handed_over = state.ticket is not None
-        if not (handed_over and self._direct):
+        offered = max(0, min(state.ticket.blocks, end) - first) if state.ticket is not None else 0
+        if not (offered and self._direct):
             state.stored_until = max(state.stored_until, end)
         job = LoadJob(
             request.request_id,
             list(block_ids[first:end]),
             b"".join(request.block_hashes[first:end]),
-            state.ticket_bytes if handed_over else None,
-            state.load_timeout_ms if handed_over else self._config.load_timeout_ms,
+            state.ticket_bytes if offered else None,
+            offered,
+            state.load_timeout_ms if offered else self._config.load_timeout_ms,
         )
         state.ticket = None  # a ticket is good for one claim
         self._loads[request.request_id] = job
@@ -191,7 +192,7 @@ class Scheduler:
         if external_tokens <= 0 or request.request_id in self._loads:
             return
         first = state.local_blocks if state is not None else 0
-        job = LoadJob(request.request_id, list(block_ids[first:]), b"", None, 0)
+        job = LoadJob(request.request_id, list(block_ids[first:]), b"", None, 0, 0)
         self._loads[request.request_id] = job
         self._meta.loads.append(job)
 
