@@ -193,10 +193,13 @@ func (n *network) carry(ctx context.Context, from *daemon, to *node, after time.
 		}
 		return
 	}
-	d := to.now()
+	d, frozen := to.now(), to.isFrozen()
 	if d == nil || !d.awake() {
 		fail(fmt.Errorf("%w: connection refused or reset", transport.ErrLink))
 		return
+	}
+	if frozen {
+		time.Sleep(f.back % time.Millisecond) // what has waited does not come at once
 	}
 	there, cancel := context.WithCancel(d.ctx)
 	defer cancel()
@@ -280,10 +283,10 @@ func (c *control) Confirm(ctx context.Context, address string, epoch kvferry.Epo
 			return p, handoff.ErrUnknown
 		}
 		w := to.node.w
-		w.book.renewed(key)
 		if p.held, p.crcs, err = to.registry.Confirm(ctx, key, offsets); err != nil {
 			return p, err
 		}
+		w.book.renewed(key)
 		for i, held := range p.held {
 			if !held {
 				w.saw("stale reads refused", 1)
@@ -331,8 +334,7 @@ func (c *control) EndClaim(ctx context.Context, address string, epoch kvferry.Ep
 		if to.epoch != epoch {
 			return struct{}{}, handoff.ErrUnknown
 		}
-		to.registry.EndClaim(key, reason)
-		to.node.w.book.ended(key, reason)
+		to.node.w.book.end(to, key, reason)
 		return struct{}{}, nil
 	})
 	return err
