@@ -180,11 +180,11 @@ func (b *book) ended(key [16]byte, reason string) {
 }
 
 // done tells whether every rank's claim of an offer has ended well, and none is alive.
-func (b *book) done(offer [16]byte) bool {
+func (b *book) done(offer [16]byte, then time.Time) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for _, c := range b.claims {
-		if c.name.offer == offer && !c.ended && c.until.After(time.Now()) {
+		if c.name.offer == offer && !c.ended && c.until.After(then) {
 			return false
 		}
 	}
@@ -192,12 +192,12 @@ func (b *book) done(offer [16]byte) bool {
 	return o != nil && len(o.ended) == int(o.ranks)
 }
 
-// alive is how many claims of an epoch have not ended.
-func (b *book) alive(epoch kvferry.Epoch) (n int) {
+// alive is how many claims of an epoch had not ended at a time.
+func (b *book) alive(epoch kvferry.Epoch, then time.Time) (n int) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for _, c := range b.claims {
-		if c.name.epoch == epoch && !c.ended && c.until.After(time.Now()) {
+		if c.name.epoch == epoch && !c.ended && c.until.After(then) {
 			n++
 		}
 	}

@@ -283,10 +283,13 @@ func (c *control) Confirm(ctx context.Context, address string, epoch kvferry.Epo
 			return p, handoff.ErrUnknown
 		}
 		w := to.node.w
-		if p.held, p.crcs, err = to.registry.Confirm(ctx, key, offsets); err != nil {
+		p.held, p.crcs, err = to.registry.Confirm(ctx, key, offsets)
+		if !errors.Is(err, transport.ErrRefused) { // it has taken hold of the claim, whatever came of it
+			w.book.renewed(key)
+		}
+		if err != nil {
 			return p, err
 		}
-		w.book.renewed(key)
 		for i, held := range p.held {
 			if !held {
 				w.saw("stale reads refused", 1)
