@@ -20,7 +20,7 @@ func (n *node) check() {
 	if st := d.ledger.Stats(); st.UsedBytes+st.FreeBytes != st.CapacityBytes {
 		n.w.fatalf("%s: used %d + free %d is not %d", n.name, st.UsedBytes, st.FreeBytes, st.CapacityBytes)
 	}
-	if n.isFrozen() {
+	if n.isFrozen() || n.ticked.IsZero() {
 		return
 	}
 	n.checkDropped()
@@ -35,7 +35,7 @@ func (n *node) check() {
 // checkClaims compares the registry with the book.
 func (n *node) checkClaims() {
 	d := n.daemon
-	most := n.w.book.alive(d.epoch)
+	most := n.w.book.alive(d.epoch, n.ticked)
 	for _, p := range n.procs { // its own engines claim without the network
 		for _, o := range p.ops {
 			if o.ticket != nil && d.fetcher.Here(*o.ticket, p.rank) {
@@ -74,7 +74,7 @@ func (n *node) checkOffers() {
 		if v.State == handoff.Open && !schedulers[v.Instance] && v.Instance != "pool" {
 			n.w.fatalf("%s: the offer of a scheduler that is gone is open", n.name)
 		}
-		if v.State == handoff.Claimed && n.w.book.done(v.ID) && !n.accepts(v.ID) {
+		if v.State == handoff.Claimed && n.w.book.done(v.ID, n.ticked) && !n.accepts(v.ID) {
 			n.w.fatalf("%s: every rank has ended its claim of an offer, and it is not done", n.name)
 		}
 	}

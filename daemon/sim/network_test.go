@@ -193,10 +193,13 @@ func (n *network) carry(ctx context.Context, from *daemon, to *node, after time.
 		}
 		return
 	}
-	d := to.now()
+	d, frozen := to.now(), to.isFrozen()
 	if d == nil || !d.awake() {
 		fail(fmt.Errorf("%w: connection refused or reset", transport.ErrLink))
 		return
+	}
+	if frozen {
+		time.Sleep(f.back % time.Millisecond) // what has waited does not come at once
 	}
 	there, cancel := context.WithCancel(d.ctx)
 	defer cancel()
@@ -280,8 +283,11 @@ func (c *control) Confirm(ctx context.Context, address string, epoch kvferry.Epo
 			return p, handoff.ErrUnknown
 		}
 		w := to.node.w
-		w.book.renewed(key)
-		if p.held, p.crcs, err = to.registry.Confirm(ctx, key, offsets); err != nil {
+		p.held, p.crcs, err = to.registry.Confirm(ctx, key, offsets)
+		if !errors.Is(err, transport.ErrRefused) { // it has taken hold of the claim, whatever came of it
+			w.book.renewed(key)
+		}
+		if err != nil {
 			return p, err
 		}
 		for i, held := range p.held {
@@ -331,8 +337,7 @@ func (c *control) EndClaim(ctx context.Context, address string, epoch kvferry.Ep
 		if to.epoch != epoch {
 			return struct{}{}, handoff.ErrUnknown
 		}
-		to.registry.EndClaim(key, reason)
-		to.node.w.book.ended(key, reason)
+		to.node.w.book.end(to, key, reason)
 		return struct{}{}, nil
 	})
 	return err

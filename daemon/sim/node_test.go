@@ -42,6 +42,7 @@ type node struct {
 	engines int
 	backlog []func() // what processes told a daemon that is frozen
 	back    time.Time
+	ticked  time.Time // when its timers came last, in this step; zero: they did not
 	flipped flips
 	broken  []uint64 // offsets that workers have reported in this step
 
@@ -247,6 +248,7 @@ func (n *node) thaw() {
 
 // tick is what the daemon's timers do, and its coming back.
 func (n *node) tick() {
+	n.ticked = time.Time{}
 	for _, p := range n.procs {
 		for id, k := range p.kept {
 			if !k.until.After(time.Now()) {
@@ -264,6 +266,7 @@ func (n *node) tick() {
 		return
 	}
 	now := time.Now()
+	n.ticked = now
 	n.daemon.ledger.Expire(now)
 	n.daemon.registry.Expire(now)
 	n.daemon.fetcher.Forget(now)

@@ -338,8 +338,7 @@ func (w *world) readClaim() {
 		c.hold(g)
 		if w.r.IntN(2) == 0 {
 			if w.r.IntN(2) == 0 {
-				d.registry.EndClaim(c.answer.Key, "")
-				w.book.ended(c.answer.Key, "")
+				w.book.end(d, c.answer.Key, "")
 				w.saw("claims ended while they are read", 1)
 			}
 			return
@@ -354,8 +353,7 @@ func (w *world) readClaim() {
 	c.grant.Release()
 	c.grant, c.held = nil, nil
 	if w.r.IntN(2) == 0 {
-		d.registry.EndClaim(c.answer.Key, "")
-		w.book.ended(c.answer.Key, "")
+		w.book.end(d, c.answer.Key, "")
 		w.forgetClaim(i)
 	}
 }
