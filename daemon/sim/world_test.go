@@ -306,14 +306,6 @@ func (n *node) prompt() []tiers.Block {
 	return tierstest.Chain(uint64(name), 1+n.w.r.IntN(16))
 }
 
-// unpack is tierstest.Pack the other way round, without the parents.
-func unpack(hashes []byte) (out []tiers.Block) {
-	for i := 0; i < len(hashes); i += kvferry.HashSize {
-		out = append(out, tiers.Block{Hash: kvferry.Hash(hashes[i:])})
-	}
-	return out
-}
-
 func space(ranks uint32) kvferry.Space {
 	return kvferry.Space{Model: "sim", KVDtype: "bfloat16", BlockTokens: 16, Attention: "full", Layers: planes, Heads: 1, HeadSize: 64, Layout: "sim/v1", TP: ranks, PP: 1, DCP: 1,
 		ShardKind: kvferry.Sharded, HashAlgorithm: "sha256_cbor"}
