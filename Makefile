@@ -63,8 +63,9 @@ check-generated: ## fail when the generated code is not what its sources make
 	@GRPCIO_TOOLS='$(GRPCIO_TOOLS)' PROTOC_GEN_GO='$(PROTOC_GEN_GO)' PROTOC_GEN_GO_GRPC='$(PROTOC_GEN_GO_GRPC)' scripts/check-generated
 
 .PHONY: bench
-bench: build $(VENV)/installed ## measure against this machine's limits (PEERS=1: and NIXL); writes bench/out/latest.json
+bench: build $(VENV)/installed ## measure against this machine's limits (PEERS=1: and NIXL; NOVLLM=1: without bench-ttft); writes bench/out/
 	$(GO) run ./bench $(if $(PEERS),--nixl "$$(scripts/peers-venv)")
+	$(if $(NOVLLM),,scripts/bench-ttft | tee bench/out/ttft.json)
 
 .PHONY: demo
 demo: build ## two nodes, a real trace, every byte compared (KEEP=1 leaves it running)

@@ -50,8 +50,10 @@ type bookClaim struct {
 	name  bookName
 	until time.Time
 	ended bool
-	lies  map[uint64][]byte // what must lie at an offset as long as it is read under this claim
-	lent  map[uint64][]byte // what lies at an offset unless its engine has used the block again
+	// ending: it is being ended at this moment, and whoever asks again may get it or another one.
+	ending bool
+	lies   map[uint64][]byte // what must lie at an offset as long as it is read under this claim
+	lent   map[uint64][]byte // what lies at an offset unless its engine has used the block again
 }
 
 func newBook() *book {
@@ -89,7 +91,7 @@ func (b *book) claimed(d *daemon, q handoff.ClaimRequest, a handoff.ClaimAnswer)
 	o.claimer = q.Instance
 	now, name := time.Now(), b.nameOfLocked(q)
 	old := b.claims[b.names[name]]
-	again = old != nil && !old.ended && old.until.After(now)
+	again = old != nil && !old.ended && !old.ending && old.until.After(now)
 	if again && b.names[name] != a.Key {
 		return false, fmt.Errorf("claim %v was made twice", name)
 	}
@@ -105,7 +107,7 @@ func (b *book) claimed(d *daemon, q handoff.ClaimRequest, a handoff.ClaimAnswer)
 		if st != handoff.Stored {
 			continue
 		}
-		if string(d.memory.Bytes[a.Offsets[i]:][:a.ShardBytes]) != string(want) {
+		if string(d.memory.Bytes[a.Offsets[i]:][:a.ShardBytes]) != string(want) && !d.node.flipped.has(a.Offsets[i]) {
 			return false, fmt.Errorf("claim %v points at wrong bytes", name)
 		}
 		c.lies[a.Offsets[i]] = want
@@ -153,6 +155,17 @@ func (b *book) renewed(key [16]byte) *bookClaim {
 	return c
 }
 
+// end has a registry end a claim.
+func (b *book) end(d *daemon, key [16]byte, reason string) {
+	b.mu.Lock()
+	if c := b.claims[key]; c != nil {
+		c.ending = true
+	}
+	b.mu.Unlock()
+	d.registry.EndClaim(key, reason)
+	b.ended(key, reason)
+}
+
 func (b *book) ended(key [16]byte, reason string) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -167,11 +180,11 @@ func (b *book) ended(key [16]byte, reason string) {
 }
 
 // done tells whether every rank's claim of an offer has ended well, and none is alive.
-func (b *book) done(offer [16]byte) bool {
+func (b *book) done(offer [16]byte, then time.Time) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for _, c := range b.claims {
-		if c.name.offer == offer && !c.ended && c.until.After(time.Now()) {
+		if c.name.offer == offer && !c.ended && c.until.After(then) {
 			return false
 		}
 	}
@@ -179,12 +192,12 @@ func (b *book) done(offer [16]byte) bool {
 	return o != nil && len(o.ended) == int(o.ranks)
 }
 
-// alive is how many claims of an epoch have not ended.
-func (b *book) alive(epoch kvferry.Epoch) (n int) {
+// alive is how many claims of an epoch had not ended at a time.
+func (b *book) alive(epoch kvferry.Epoch, then time.Time) (n int) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for _, c := range b.claims {
-		if c.name.epoch == epoch && !c.ended && c.until.After(time.Now()) {
+		if c.name.epoch == epoch && !c.ended && c.until.After(then) {
 			n++
 		}
 	}

@@ -151,12 +151,16 @@ func (c *peerCopier) one(ctx context.Context, r *rand.Rand, one *transport.Copy)
 		}
 	}
 	want := claim.lies[one.Src[0].Offset] // nil: lent, and the engine may use it again at any moment
+	if want == nil {
+		w.net.countLent(1)
+		defer w.net.countLent(-1)
+	}
 	may := func() bool { return true }
 	if t := c.target(); t != nil {
 		may = func() bool { return t.check(one.Dst[0]) }
 		w.saw("writes into worker memory", 1)
 	}
-	if err := c.pieces(ctx, r, to, into, from, want, may); err != nil {
+	if err := c.pieces(ctx, r, to, into, from, want, one.Src[0].Offset, may); err != nil {
 		return err
 	}
 	one.CRC32C, one.Err = w.mutation.checksum(slices.Concat(into...), want), nil
@@ -171,14 +175,18 @@ func (c *peerCopier) one(ctx context.Context, r *rand.Rand, one *transport.Copy)
 }
 
 // pieces brings the bytes over, as they are when their turn comes.
-func (c *peerCopier) pieces(ctx context.Context, r *rand.Rand, to *daemon, into, from [][]byte, want []byte, may func() bool) error {
+func (c *peerCopier) pieces(ctx context.Context, r *rand.Rand, to *daemon, into, from [][]byte, want []byte, offset uint64, may func() bool) error {
 	l, w := c.link, c.link.d.node.w
+	pace := time.Duration(w.net.now().pace)
+	if w.mutation == writesOn {
+		pace *= 20 // so that there is something to write on
+	}
 	for at, f, t := 0, 0, 0; len(from) > 0; {
 		piece := min(len(from[0])-f, len(into[0])-t, 1+r.IntN(shardBytes/2))
 		if err := c.trouble(ctx, r); err != nil {
 			return err
 		}
-		if err := l.travel(ctx, w.net.delay(r)*time.Duration(w.net.now().pace)/8, l.to, l.d.node); err != nil {
+		if err := l.travel(ctx, w.net.delay(r)*pace/8, l.to, l.d.node); err != nil {
 			if errors.Is(err, errDead) {
 				w.saw("crashes of who reads", 1)
 			}
@@ -189,7 +197,7 @@ func (c *peerCopier) pieces(ctx context.Context, r *rand.Rand, to *daemon, into,
 			return fmt.Errorf("%w: connection reset", transport.ErrLink)
 		}
 		came := from[0][f : f+piece]
-		if want != nil && string(came) != string(want[at:at+piece]) {
+		if want != nil && string(came) != string(want[at:at+piece]) && !l.to.flipped.has(offset) {
 			w.breaks("%s: a slot was used again while it was read under a claim", l.to.name)
 		}
 		if !may() {
@@ -248,27 +256,5 @@ func (l *peerLink) travel(ctx context.Context, t time.Duration, from, to *node) 
 			return fmt.Errorf("%w: nothing came for %v", transport.ErrLink, stall)
 		}
 		t = 20 * time.Millisecond
-	}
-}
-
-// copyLoud is a copier that breaks its contract: it returns when it should stop, and goes on writing.
-func (c *peerCopier) copyLoud(ctx context.Context, batch []transport.Copy) error {
-	type result struct {
-		batch []transport.Copy
-		err   error
-	}
-	done := make(chan result, 1)
-	go func() {
-		own := append([]transport.Copy{}, batch...)
-		err := c.copy(context.WithoutCancel(ctx), own)
-		done <- result{own, err}
-	}()
-	select {
-	case r := <-done:
-		copy(batch, r.batch)
-		return r.err
-	case <-ctx.Done():
-		fail(batch, context.Cause(ctx))
-		return context.Cause(ctx)
 	}
 }

@@ -4,10 +4,13 @@ import (
 	"context"
 	"math/rand/v2"
 	"regexp"
+	"slices"
 	"testing"
+	"time"
 
 	"github.com/kvferry/kvferry"
 	"github.com/kvferry/kvferry/daemon/handoff"
+	"github.com/kvferry/kvferry/transport"
 )
 
 // mutation takes out one of the rules that keep wrong bytes away, to see that the simulation misses it.
@@ -96,4 +99,25 @@ func (m mutation) checksum(came, sent []byte) uint32 {
 		return crcOf(sent)
 	}
 	return crcOf(came)
+}
+
+// copyLoud is a copier that breaks its contract: it returns when it should stop, or its link breaks, and goes on writing.
+func (c *peerCopier) copyLoud(ctx context.Context, batch []transport.Copy) error {
+	own, done := slices.Clone(batch), make(chan error, 1)
+	go func() { done <- c.copy(context.WithoutCancel(ctx), own) }()
+	breaks := make(<-chan time.Time)
+	if chance(c.link.d.node.w.roll("loud "+c.link.d.node.w.book.name(c.key)), 300) {
+		breaks = time.After(2 * time.Millisecond)
+	}
+	err := transport.ErrLink
+	select {
+	case err := <-done:
+		copy(batch, own)
+		return err
+	case <-ctx.Done():
+		err = context.Cause(ctx)
+	case <-breaks:
+	}
+	fail(batch, err)
+	return err
 }

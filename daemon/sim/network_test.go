@@ -21,6 +21,7 @@ type network struct {
 	weather weather
 	cut     [2][2]time.Time // until when nothing gets from one node to the other
 	copies  int             // that are running
+	lent    int             // of them, those that read lent memory at this moment
 }
 
 // weather is how bad a seed's network is: so many of a thousand.
@@ -34,7 +35,7 @@ func newNetwork(w *world) *network {
 	if bad := w.r.IntN(6) - 2; bad > 0 { // else only what the steps do to it
 		n.weather = weather{lost: 12 * bad, resets: 8 * bad, twice: 60 * bad, slow: 8 * bad, flips: 4 * bad, breaks: 6 * bad, hangs: 2 * bad}
 	}
-	n.weather.pace = 1 + w.r.IntN(16)
+	n.weather.pace = 1 + w.r.IntN(40)
 	return n
 }
 
@@ -72,6 +73,20 @@ func (n *network) busy() bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	return n.copies > 0
+}
+
+// countLent counts a read of lent memory that begins or ends.
+func (n *network) countLent(by int) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.lent += by
+}
+
+// readsLent tells whether lent memory is being read.
+func (n *network) readsLent() bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.lent > 0
 }
 
 // passes tells whether something gets from one node to another.
@@ -178,10 +193,13 @@ func (n *network) carry(ctx context.Context, from *daemon, to *node, after time.
 		}
 		return
 	}
-	d := to.now()
+	d, frozen := to.now(), to.isFrozen()
 	if d == nil || !d.awake() {
 		fail(fmt.Errorf("%w: connection refused or reset", transport.ErrLink))
 		return
+	}
+	if frozen {
+		time.Sleep(f.back % time.Millisecond) // what has waited does not come at once
 	}
 	there, cancel := context.WithCancel(d.ctx)
 	defer cancel()
@@ -265,8 +283,11 @@ func (c *control) Confirm(ctx context.Context, address string, epoch kvferry.Epo
 			return p, handoff.ErrUnknown
 		}
 		w := to.node.w
-		w.book.renewed(key)
-		if p.held, p.crcs, err = to.registry.Confirm(ctx, key, offsets); err != nil {
+		p.held, p.crcs, err = to.registry.Confirm(ctx, key, offsets)
+		if !errors.Is(err, transport.ErrRefused) { // it has taken hold of the claim, whatever came of it
+			w.book.renewed(key)
+		}
+		if err != nil {
 			return p, err
 		}
 		for i, held := range p.held {
@@ -316,8 +337,7 @@ func (c *control) EndClaim(ctx context.Context, address string, epoch kvferry.Ep
 		if to.epoch != epoch {
 			return struct{}{}, handoff.ErrUnknown
 		}
-		to.registry.EndClaim(key, reason)
-		to.node.w.book.ended(key, reason)
+		to.node.w.book.end(to, key, reason)
 		return struct{}{}, nil
 	})
 	return err

@@ -42,6 +42,9 @@ type node struct {
 	engines int
 	backlog []func() // what processes told a daemon that is frozen
 	back    time.Time
+	ticked  time.Time // when its timers came last, in this step; zero: they did not
+	flipped flips
+	broken  []uint64 // offsets that workers have reported in this step
 
 	mu     sync.Mutex
 	daemon *daemon // nil: down. Written by the scheduler's goroutine
@@ -79,7 +82,7 @@ func (n *node) start() {
 	n.epochs++
 	d := &daemon{node: n, epoch: kvferry.Epoch{byte(n.index + 1), n.epochs}, pool: p, memory: transport.Memory{ID: 1, Bytes: p.Bytes()}, gate: &gate{}, targets: map[kvferry.RegionID]*target{}, direct: n.w.seed%4 > 0}
 	d.ctx, d.end = context.WithCancel(context.Background())
-	d.slots = &slots{Pool: p, w: n.w, reserved: map[uint64]bool{}, writers: map[uint64]int{}}
+	d.slots = &slots{Pool: p, w: n.w, reserved: map[uint64]bool{}, resident: map[uint64]bool{}, writers: map[uint64]int{}, flipped: &n.flipped}
 	d.ledger = tiers.New(d.slots, tiers.DefaultLimits)
 	d.ledger.Adopt(found)
 	log := slog.New(slog.DiscardHandler)
@@ -142,7 +145,7 @@ func (n *node) down() *daemon {
 	defer n.mu.Unlock()
 	d := n.daemon
 	n.daemon, n.frozen = nil, time.Time{}
-	n.backlog = nil
+	n.backlog, n.broken = nil, nil
 	return d
 }
 
@@ -245,6 +248,7 @@ func (n *node) thaw() {
 
 // tick is what the daemon's timers do, and its coming back.
 func (n *node) tick() {
+	n.ticked = time.Time{}
 	for _, p := range n.procs {
 		for id, k := range p.kept {
 			if !k.until.After(time.Now()) {
@@ -262,6 +266,7 @@ func (n *node) tick() {
 		return
 	}
 	now := time.Now()
+	n.ticked = now
 	n.daemon.ledger.Expire(now)
 	n.daemon.registry.Expire(now)
 	n.daemon.fetcher.Forget(now)

@@ -17,6 +17,7 @@ type simOp struct {
 	direct   bool            // the daemon may write into its blocks until it is quiet
 	fetches  bool            // a look-up has found blocks at a peer
 	halved   int             // results of which the first plane of what is lent was copied
+	wrong    []uint64        // offsets of blocks whose checksum did not hold
 	views    []*lentView     // beside results
 	ticket   *handoff.Ticket // accept
 	foreign  bool            // the ticket does not fit, and the daemon may say so
@@ -74,8 +75,8 @@ func (w *world) revoke(n *node) {
 	}
 	for _, n := range sorted(p.ops) {
 		o := p.ops[n]
-		if o.revoked || w.r.IntN(2) == 0 {
-			continue
+		if o.revoked || w.r.IntN(2) == 0 && !(o.ticket != nil && w.net.busy()) {
+			continue // an Accept that may be on its way is a good one
 		}
 		if w.mutation != noRevoke && !atomic.CompareAndSwapUint64(p.wordAt(o.word), n<<8|uint64(session.WordPending), n<<8|uint64(session.WordRevoked)) {
 			continue
@@ -152,7 +153,10 @@ func (w *world) copyLoaded(n *node) {
 			return
 		}
 		if w.r.IntN(3) > 0 { // else it is left to its deadline
-			p.tell(func(s *session.Session) { s.Release([]uint64{n}, 0) })
+			p.tell(func(s *session.Session) { s.Release([]uint64{n}, uint32(len(o.wrong))) })
+			if !p.node.isFrozen() {
+				p.node.broken = append(p.node.broken, o.wrong...)
+			}
 		}
 		return
 	}
@@ -257,6 +261,10 @@ func (p *proc) copyResult(o *simOp, r *session.LoadResult) {
 		if !o.given { // its memory is still this operation's
 			p.write(o.blocks[at], got)
 			got = p.read(o.blocks[at])
+		}
+		if crcOf(got) != r.CRC32C[i] && p.node.flipped.has(r.Offsets[i]) {
+			o.wrong = append(o.wrong, r.Offsets[i])
+			continue
 		}
 		if crcOf(got) != r.CRC32C[i] {
 			w.fatalf("%s: a block's bytes changed and its generation did not", p.name)

@@ -26,7 +26,7 @@ var reached = []string{
 	"prompts completed", "prompts aborted", "claims before the offer", "lent blocks", "stale lent blocks", "lent blocks over the network", "stale reads refused", "blocks into worker memory",
 	"delivered blocks", "offers served", "blocks found at peers", "offers/withdrawn", "fetch_blocks/delivered", "fetch_blocks/lent",
 	"blocks over the network", "requests lost", "answers lost", "requests twice", "claims twice", "claims renewed", "flips", "links broken", "links hung",
-	"refused: another instance", "refused: epoch", "refused: tp", "refused: secret", "tickets again", "tickets of another epoch", "offers of a dead scheduler", "workers replaced", "claims ended while they are read",
+	"refused: another instance", "refused: epoch", "refused: tp", "refused: secret", "tickets again", "tickets of another epoch", "offers of a dead scheduler", "workers replaced", "pool flips", "broken blocks dropped", "broken_blocks/pool", "claims ended while they are read",
 }
 
 // TestSim runs the seeds. A seed that fails is printed, and replays alone.
@@ -156,5 +156,8 @@ func (c counts) addTo(all counts) {
 
 func TestMain(m *testing.M) {
 	flag.Parse()
+	if r, w, err := os.Pipe(); err == nil { // the runtime's poller has descriptors of its own, from its first use on
+		_, _ = r.Close(), w.Close()
+	}
 	os.Exit(m.Run())
 }

@@ -15,18 +15,24 @@ type slots struct {
 
 	mu       sync.Mutex
 	reserved map[uint64]bool // by offset of the payload: from Fill until Publish or Clear
+	resident map[uint64]bool // since Publish
 	writers  map[uint64]int  // copies that have not returned
+	flipped  *flips          // of the node: they outlive a daemon
 }
 
 // Fill is tiers.Slots.
 func (s *slots) Fill(slab, slot int) kvferry.Generation {
 	s.change(slab, slot, "used again", true)
+	s.flipped.forget(s.SlotOffset(slab, slot))
 	return s.Pool.Fill(slab, slot)
 }
 
 // Publish is tiers.Slots.
 func (s *slots) Publish(slab, slot int, h pool.Header) {
 	s.change(slab, slot, "published", false)
+	s.mu.Lock()
+	s.resident[s.SlotOffset(slab, slot)] = true
+	s.mu.Unlock()
 	s.Pool.Publish(slab, slot, h)
 }
 
@@ -44,6 +50,7 @@ func (s *slots) change(slab, slot int, what string, reserved bool) {
 		s.w.breaks("a slot was %s while a copy still writes into it", what)
 	}
 	s.reserved[at] = reserved
+	delete(s.resident, at)
 }
 
 // begin says that a copy may write into these slots from now on, until end.
@@ -77,4 +84,57 @@ func (s *slots) busy() bool {
 		}
 	}
 	return false
+}
+
+// flips are the slots in whose payload memory has flipped a bit, by offset, until they are used again.
+type flips struct {
+	mu sync.Mutex
+	at map[uint64]bool
+}
+
+func (f *flips) has(offset uint64) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.at[offset]
+}
+
+func (f *flips) forget(offset uint64) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	delete(f.at, offset)
+}
+
+// flip has a bit of a resident block of the node's pool flip.
+func (n *node) flip() {
+	if n.daemon == nil {
+		return
+	}
+	s := n.daemon.slots
+	s.mu.Lock()
+	all := sorted(s.resident)
+	s.mu.Unlock()
+	if len(all) == 0 {
+		return
+	}
+	at := all[n.w.r.IntN(len(all))]
+	n.daemon.memory.Bytes[at+uint64(n.w.r.IntN(shardBytes))] ^= 1 << n.w.r.IntN(8)
+	s.flipped.mu.Lock()
+	s.flipped.at[at] = true
+	s.flipped.mu.Unlock()
+	n.w.saw("pool flips", 1)
+}
+
+// checkDropped: what workers have found broken is found no more.
+func (n *node) checkDropped() {
+	s := n.daemon.slots
+	for _, at := range n.broken {
+		s.mu.Lock()
+		here := s.resident[at]
+		s.mu.Unlock()
+		if here && s.flipped.has(at) {
+			n.w.fatalf("%s: a block that a worker has found broken is still served", n.name)
+		}
+		n.w.saw("broken blocks dropped", 1)
+	}
+	n.broken = nil
 }

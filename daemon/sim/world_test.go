@@ -59,7 +59,7 @@ func newWorld(t *testing.T, n uint64, m mutation) *world {
 	w := &world{t: t, seed: n, mutation: m, r: rand.New(rand.NewPCG(n, 1)), dir: dir, seen: counts{}, rolls: map[string]int{}, book: newBook()}
 	w.net = newNetwork(w)
 	for i, name := range []string{"a", "b"} {
-		w.nodes[i] = &node{w: w, index: i, name: name, path: filepath.Join(dir, name)}
+		w.nodes[i] = &node{w: w, index: i, name: name, flipped: flips{at: map[uint64]bool{}}, path: filepath.Join(dir, name)}
 		w.nodes[i].start()
 	}
 	return w
@@ -125,6 +125,9 @@ func (w *world) step() {
 		w.armed = false
 		node.crash()
 	}
+	if w.net.readsLent() && w.r.IntN(3) == 0 {
+		w.reuse()
+	}
 	switch n := w.r.IntN(1000); {
 	case n < 60:
 		w.openEngine(node)
@@ -132,7 +135,7 @@ func (w *world) step() {
 		w.prefill(node)
 	case n < 270:
 		w.deliver(node)
-	case n < 315:
+	case n < 340:
 		w.store(node)
 	case n < 350:
 		w.reuse()
@@ -155,20 +158,22 @@ func (w *world) step() {
 		w.match(node)
 	case n < 912:
 		w.claim(node)
-	case n < 940:
+	case n < 945:
 		w.readClaim()
-	case n < 955:
+	case n < 956:
 		w.kill(node)
-	case n < 964:
+	case n < 962:
 		w.net.partition(w.r)
-	case n < 972:
+	case n < 968:
 		node.freeze()
-	case n < 974:
+	case n < 970:
 		node.crash()
-	case n < 976:
+	case n < 972:
 		w.armed = true
-	case n < 978:
+	case n < 974:
 		node.restart()
+	case n < 984:
+		node.flip()
 	}
 	w.pass(w.r)
 }
@@ -299,14 +304,6 @@ func (n *node) prompt() []tiers.Block {
 		name = name/2*2 + n.index
 	}
 	return tierstest.Chain(uint64(name), 1+n.w.r.IntN(16))
-}
-
-// unpack is tierstest.Pack the other way round, without the parents.
-func unpack(hashes []byte) (out []tiers.Block) {
-	for i := 0; i < len(hashes); i += kvferry.HashSize {
-		out = append(out, tiers.Block{Hash: kvferry.Hash(hashes[i:])})
-	}
-	return out
 }
 
 func space(ranks uint32) kvferry.Space {

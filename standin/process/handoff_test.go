@@ -221,29 +221,73 @@ func TestDecodeDaemonKilled(t *testing.T) {
 	r.nothingHeld(claimLease + time.Second)
 }
 
-// The decode daemon is frozen while it writes into its worker's memory: the worker has it back when the watchdog has killed the daemon, and not before.
-func TestDecodeDaemonFrozen(t *testing.T) {
+// A daemon that is stopped in order in mid-transfer lets it finish, on either side.
+func TestStoppedInOrder(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
+	r.deadline = 2 * deadline // all of it has to come, over a slow link
+	for _, n := range []**Node{&r.a, &r.b} {
+		fast := r.slow()
+		under := r.everyUnder()
+		stopped := make(chan struct{})
+		go func() {
+			(*n).Stop()
+			close(stopped)
+		}()
+		for _, h := range under {
+			h.all()
+			if n == &r.b { // with its own daemon the prefill worker's session ends, which says the same
+				h.served(time.Second, "done")
+			}
+		}
+		<-stopped
+		if got := (*n).Ended(); got != "ended (exit code 0)" {
+			t.Error(got)
+		}
+		fast()
+		*n = r.node((*n).NodeConfig)
+		if *n == r.a {
+			r.attach(r.prefill, r.a)
+			r.attach(r.near, r.a)
+		} else {
+			r.attach(r.far, r.b)
+		}
+		r.recovers(everyWay...)
+		for _, h := range under {
+			h.untouched()
+		}
+	}
+	r.nothingHeld(time.Second)
+}
+
+// The decode daemon is frozen while it writes into its worker's memory: the worker has it back when the watchdog has killed the daemon, and not before, although it gives the Load up earlier.
+func TestDecodeDaemonFrozen(t *testing.T) {
+	t.Parallel()
+	const patient = 5 * time.Second
+	r := newRig(t, func(_, b *NodeConfig) { b.Supervise = patient })
+	r.deadline = 1500 * time.Millisecond
 	fast := r.slow()
 	under := r.everyUnder()
 	pid, err := r.b.DaemonPid()
 	r.must(err)
 	r.must(r.b.Freeze())
 	frozen := time.Now()
-	for i := range under {
-		h := under[len(under)-1-i] // direct first
-		got := h.answer(deadline + 2*time.Second)
-		if took := time.Since(frozen); running(pid) || took > watchdog+time.Second {
-			t.Errorf("%v: answered %v after the daemon was frozen, with it still there: %v", h.way, took, running(pid))
-		}
-		if got.err == nil {
+	got := under[2].answer(patient + 2*time.Second)
+	if took := time.Since(frozen); running(pid) || took > patient+time.Second || got.took < r.deadline {
+		t.Errorf("the worker had its memory back %v after the daemon was frozen, with it still there: %v", took, running(pid))
+	}
+	if got.err == nil {
+		t.Errorf("a Load of a frozen daemon has succeeded: %+v", got.Report)
+	}
+	for _, h := range under[:2] { // those have lent nothing
+		if got := h.answer(r.deadline + 3*time.Second); got.err == nil {
 			t.Errorf("%v: a Load of a frozen daemon has succeeded: %+v", h.way, got.Report)
 		}
 	}
 	r.must(r.b.Ready(t.Context()))
 	r.attach(r.far, r.b)
 	fast()
+	r.deadline = deadline
 	r.recovers(direct)
 	for _, h := range under {
 		h.untouched()

@@ -48,12 +48,13 @@ type rig struct {
 	prefill, near, far *Worker
 	prompts            uint64
 	lifetime           time.Duration // of offers that nobody claims
+	deadline           time.Duration // of Loads
 }
 
 // newRig starts all of it in two network namespaces. Where none can be made, it is on the loopback, and what needs a link of its own is skipped.
 func newRig(t *testing.T, change ...func(a, b *NodeConfig)) *rig {
 	t.Helper()
-	r := &rig{T: t, lifetime: 8 * time.Second}
+	r := &rig{T: t, lifetime: 8 * time.Second, deadline: deadline}
 	here, there := "127.0.0.1", "127.0.0.1"
 	var err error
 	if r.net, err = network(t); err == nil {
@@ -252,7 +253,7 @@ func (h *handoff) load() *handoff {
 	}
 	h.begun = time.Now()
 	go func() {
-		q := standin.LoadRequest{RequestID: h.request, Blocks: h.target, Hashes: h.hashes, Ticket: h.ticket, Direct: h.way == direct, DeadlineMs: uint32(deadline.Milliseconds())}
+		q := standin.LoadRequest{RequestID: h.request, Blocks: h.target, Hashes: h.hashes, Ticket: h.ticket, Direct: h.way == direct, DeadlineMs: uint32(r.deadline.Milliseconds())}
 		got, err := h.to.Load(r.Context(), q)
 		h.replies <- reply{got, err, time.Since(h.begun)}
 	}()
@@ -276,7 +277,7 @@ func (h *handoff) under() *handoff {
 // somebody writes there all the same.
 func (h *handoff) end() reply {
 	h.r.Helper()
-	return h.answer(deadline + time.Second)
+	return h.answer(h.r.deadline + time.Second)
 }
 
 func (h *handoff) answer(within time.Duration) reply {

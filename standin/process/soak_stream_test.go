@@ -119,6 +119,13 @@ func (r *request) run(served func(blocks bool)) (rest []uint32, err error) {
 	if r.id, err = standin.OfferID(r.ticket); err != nil {
 		return nil, err
 	}
+	if q.OpenEnded {
+		defer func() {
+			if err != nil { // nobody will complete it
+				_ = r.p.EndOffer(ctx, r.id)
+			}
+		}()
+	}
 	served(q.Blocks != nil)
 	if err := r.d.Scribble(ctx, numbers(r.place, streamRoom)); err != nil {
 		return nil, err
@@ -240,6 +247,8 @@ func (s *soak) endsOnce(w *Worker, disturbed func() bool, r *request) {
 		case <-s.stop.Done():
 		case <-time.After(2 * time.Second):
 		}
+		ctx, cancel := context.WithTimeout(ctx, time.Second) // a session that was opened since knows nothing of it
+		defer cancel()
 		if again, e := w.Served(ctx, r.id); e == nil {
 			reason = again
 		}

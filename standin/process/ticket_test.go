@@ -143,7 +143,9 @@ func TestOpenEndedFails(t *testing.T) {
 		}
 		r.prefill = r.again("prefill", r.a)
 
+		r.deadline = 2 * time.Second
 		h = begin(w) // forgotten
+		r.deadline = deadline
 		if got := h.end(); got.Report.Loaded != half {
 			t.Errorf("%v, never completed: %+v %v", w, got.Report, got.err)
 		}
@@ -153,6 +155,7 @@ func TestOpenEndedFails(t *testing.T) {
 	r.nothingHeld(time.Second)
 
 	// Offers that never come, more in a row than make a circuit open: the peer has answered all the time.
+	r.deadline = 2 * time.Second
 	var ghosts []*handoff
 	for range 4 {
 		h := r.prompt(direct)
@@ -222,7 +225,7 @@ func TestFetchFails(t *testing.T) {
 		h := r.prompt(pooled)
 		lease := uint32(1000)
 		if name == "cut" || name == "restarted" {
-			lease = 30_000
+			lease = 6000
 		}
 		var m MatchReply
 		r.until("the peer is found", 10*time.Second, func() bool {
