@@ -121,7 +121,8 @@ def test_an_open_offer_is_completed_where_it_was_begun():
     assert attached.sent[-1].complete_offer == pb.CompleteOffer(offer_id=transfer.id)
     assert read_ticket({"kvferry_ticket": text}, SPACE, HASHES, 100)[1].secret == transfer.secret
     offers().finish(request(), [], transfer, opened, other, SPACE)
-    assert other.sent[0].offer.offer_id == transfer.id and not other.sent[0].offer.open_ended
+    assert other.sent[0].offer.offer_id == transfer.id and other.sent[0].offer.open_ended
+    assert other.sent[1].complete_offer.offer_id == transfer.id
     opened.end("aborted")
     assert attached.sent[-1].end_offer == pb.EndOffer(offer_id=transfer.id, reason="aborted")
 

@@ -250,7 +250,9 @@ def test_a_transfer_is_offered_anew_to_a_daemon_that_was_restarted(side):
     wait_for(lambda: side.scheduler._session.attachment not in (None, before), 10, "attached again")
     assert finish(side, request, [5, 6])[0]
     again = side.hear("offer", 2)[1]
-    assert not again.open_ended and again.offer_id.hex() == TRANSFER["id"] and again.block_ids == [5, 6]
+    assert again.open_ended and again.offer_id.hex() == TRANSFER["id"]
+    (complete,) = side.hear("complete_offer")
+    assert complete.offer_id == again.offer_id and complete.block_ids == [5, 6]
 
 
 def test_a_malformed_transfer_is_counted_and_offered_as_usual(side):

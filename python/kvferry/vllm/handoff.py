@@ -170,8 +170,11 @@ class Offers:
         offer = self._offer(request, attachment, space_id, transfer)
         if offer is None or attachment.draining:  # which takes no offers, and would not say when one is served
             return None
+        if transfer is not None and (opened is None or opened.attachment is not attachment):
+            # The daemon was not there when the prompt arrived, or is another: a ticket of a transfer, which names no epoch, is good for open offers only.
+            opened = self.begin(request, transfer, attachment, space_id)
         message = pb.SessionRequest(offer=offer)
-        if opened is not None and opened.attachment is attachment:
+        if opened is not None:
             message = pb.SessionRequest(complete_offer=pb.CompleteOffer(offer_id=offer.offer_id))
         said = getattr(message, message.WhichOneof("message"))
         blocks = len(offer.hashes) // wire.HASH_BYTES

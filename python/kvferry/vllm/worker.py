@@ -215,7 +215,8 @@ class Worker:
         self._tallies.add("present_blocks", end.blocks_present)
         rest = len(job.block_ids) - end.blocks_stored - end.blocks_present
         if rest > 0:
-            reason = pb.Outcome.Name(end.outcome).removeprefix("OUTCOME_").lower()
+            # Of a committed one, those for which there was no room.
+            reason = "busy" if end.outcome == pb.OUTCOME_COMMITTED else pb.Outcome.Name(end.outcome).removeprefix("OUTCOME_").lower()
             self._tallies.add("unstored_blocks", rest, reason)
         if end.outcome == pb.OUTCOME_REJECTED:
             self._log.warning("kvferry: the daemon rejected a store: %s", end.reason)
