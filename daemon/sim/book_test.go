@@ -216,3 +216,16 @@ func (b *book) name(key [16]byte) string {
 
 // sorted are a map's keys in their order: what a seed does must not hang on Go's.
 func sorted[K cmp.Ordered, V any](m map[K]V) []K { return slices.Sorted(maps.Keys(m)) }
+
+// routed: the router has named an offer.
+func (b *book) routed(offer [16]byte) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.offers[offer].router = true
+}
+
+func (b *book) offer(t handoff.Ticket, ranks uint32, hashes []byte) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.offers[t.OfferID] = &bookOffer{Ticket: t, label: fmt.Sprintf("%x", t.OfferID[:4]), ranks: ranks, hashes: hashes, ended: map[uint32]bool{}}
+}
