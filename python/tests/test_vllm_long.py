@@ -143,6 +143,7 @@ def test_prefill_daemon_killed_before_and_during_the_fetch(model, reference, tmp
         # The prefill engine goes on alone, and a ticket of the old epoch is worth nothing at the new one.
         nodes.a.start()
         p.run("wait_attached")
+        time.sleep(1.5)  # a peer that could not be reached is dialled again after a second at most
         answer = d.generate([asked[2]], params=prefill(p, asked[2]))
         assert tokens(answer) == reference([asked[2]])
         assert answer[0]["cached"] == 1024
@@ -246,7 +247,7 @@ def test_flipped_bytes_in_the_pool(model, reference, daemon, tmp_path):
         engine.run("reset")
         assert tokens(engine.generate(asked)) == reference(asked)
         counted = engine.run("metrics")
-        assert counted["unloaded_blocks:checksum"] == 22 and counted["loaded_blocks"] == 0
+        assert counted["unloaded_blocks:checksum"] == 22 and counted.get("loaded_blocks", 0) == 0
         engine.run("wait_stored")
         # The broken ones were thrown out, so that these are stored anew.
         engine.run("reset")
