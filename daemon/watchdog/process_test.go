@@ -196,6 +196,22 @@ func TestForeignBeats(t *testing.T) {
 	r.stop()
 }
 
+// Somebody cleans up the directory of temporary files: the child that nobody hears is killed, and the next one is heard.
+func TestSocketIsRemoved(t *testing.T) {
+	r := supervise(t, "beats")
+	r.next(isReady)
+	all, err := filepath.Glob(filepath.Join(r.dir, "*"))
+	if err != nil || len(all) != 1 {
+		t.Fatalf("%v %v", all, err)
+	}
+	if err := os.RemoveAll(all[0]); err != nil {
+		t.Fatal(err)
+	}
+	r.next(kills)
+	r.next(isReady)
+	r.stop()
+}
+
 func TestKilledChild(t *testing.T) {
 	r := supervise(t, "beats")
 	pid := r.next(isReady)

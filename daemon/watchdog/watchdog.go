@@ -54,8 +54,8 @@ func Run(c Config) error {
 	if err != nil {
 		return fmt.Errorf("watchdog: %w", err)
 	}
-	defer sock.close()
 	s := &supervisor{Config: c, socket: sock, gone: make(chan *os.ProcessState, 1), watch: watch{timeout: c.Timeout, stopTimeout: c.StopTimeout, jitter: rand.Float64}}
+	defer func() { s.socket.close() }()
 	if err := s.start(time.Now()); err != nil {
 		return fmt.Errorf("watchdog: %w", err)
 	}
@@ -106,6 +106,14 @@ func (s *supervisor) run() error {
 
 // start runs a child. The watch counts its time from now.
 func (s *supervisor) start(now time.Time) error {
+	if _, err := os.Stat(s.socket.path); err != nil { // somebody has cleaned up: no child would ever be heard again
+		sock, err := listen(s.Dir)
+		if err != nil {
+			return err
+		}
+		s.socket.close()
+		s.socket = sock
+	}
 	cmd := exec.Command(s.Path, s.Args...)
 	cmd.Env = append(without(s.Env, "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"),
 		"NOTIFY_SOCKET="+s.socket.path, "WATCHDOG_USEC="+strconv.FormatInt(s.Timeout.Microseconds(), 10))
@@ -116,9 +124,10 @@ func (s *supervisor) start(now time.Time) error {
 		return fmt.Errorf("start %s: %w", s.Path, err)
 	}
 	s.child = cmd
+	sock := s.socket
 	go func() {
 		_ = cmd.Wait()
-		s.socket.settle() // its last words come before its end: whether it was ready decides what its end means
+		sock.settle() // its last words come before its end: whether it was ready decides what its end means
 		s.gone <- cmd.ProcessState
 	}()
 	s.watch.started(now)

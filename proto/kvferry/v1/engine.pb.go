@@ -1731,7 +1731,8 @@ func (x *Load) GetDeadlineMs() uint32 {
 // ticket names, or read by the worker itself out of the memory of the worker that offers them, where that is on this node.
 //
 // With block_ids, these blocks of a writable region are lent to the daemon, which may write what comes straight into them (source
-// DELIVERED). The worker must not touch, report or give back any that is not DELIVERED before the operation is quiet (WIRE.md, operation words), however it ended.
+// DELIVERED). The worker must not report as failed or give back any of them before it was answered or the operation is quiet (WIRE.md, operation words), however it ended: what was
+// answered is quiet, and what is READY in the pool or in lent memory it copies there itself.
 // Without Welcome.direct nothing is ever written there.
 type Accept struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
