@@ -120,3 +120,30 @@ func TestLookUpsAreBounded(t *testing.T) {
 		t.Errorf("20 look-ups of one request hold %d offers", n)
 	}
 }
+
+// Blocks that one Accept has lent are not lent to another before it has ended.
+func TestBlocksAreLentOnce(t *testing.T) {
+	a, b := newNode(t), newNode(t, supervised)
+	p := a.lender("prefill")
+	d, dm := b.attach(worker, func(c *standin.Config) { c.Instance = "decode" })
+	hashes, _ := prompt(8, 3)
+	ticket, err := p.sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 128, OpenEnded: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	id, _ := standin.OfferID(ticket)
+	done := make(chan *standin.LoadReport)
+	go func() { done <- accept(t, d, dm, 0, hashes, ticket, 9000) }()
+	eventually(t, "the first waits", func() bool { return b.sessions.Busy() > 0 })
+	other, _ := p.offer(t, 100, hashes[:1])
+	if _, err := d.Load(ctx10(t), standin.LoadRequest{RequestID: "e", Blocks: numbers(3, 1), Hashes: hashes[:1], Ticket: other, Direct: true}); err == nil {
+		t.Error("a block was lent twice at a time")
+	}
+	p.compute(10, hashes)
+	if err := p.sched.Complete(id, numbers(10, 8)); err != nil {
+		t.Fatal(err)
+	}
+	if r := <-done; r.Delivered != 8 {
+		t.Fatalf("handed over %+v", r)
+	}
+}

@@ -96,6 +96,10 @@ func (r *Registry) Claim(ctx context.Context, q ClaimRequest) (ClaimAnswer, erro
 	if q.Epoch != r.cfg.Epoch && q.Epoch != (kvferry.Epoch{}) {
 		return ClaimAnswer{}, fmt.Errorf("%w: claim.epoch: %v, this daemon's is %v", ErrUnknown, q.Epoch, r.cfg.Epoch)
 	}
+	if !r.beginWait(len(q.Hashes)) {
+		return ClaimAnswer{}, fmt.Errorf("%w: claims of %d MiB of hashes are being answered", ErrLimit, r.cfg.Limits.Waiting>>20)
+	}
+	defer r.endWait(len(q.Hashes))
 	deadline := time.Now().Add(q.Wait)
 	patience := min(q.Wait, r.cfg.Limits.OfferWait)
 	if q.Epoch == (kvferry.Epoch{}) {
@@ -136,6 +140,23 @@ func (r *Registry) forsake(o *offer) {
 	r.mu.Lock()
 	defer r.unlock()
 	o.drop(time.Now().Add(r.cfg.Limits.ClaimLease))
+}
+
+// beginWait counts a claim that may wait, by what it holds in memory.
+func (r *Registry) beginWait(bytes int) bool {
+	r.mu.Lock()
+	defer r.unlock()
+	if r.waiting+bytes > r.cfg.Limits.Waiting {
+		return false
+	}
+	r.waiting += bytes
+	return true
+}
+
+func (r *Registry) endWait(bytes int) {
+	r.mu.Lock()
+	defer r.unlock()
+	r.waiting -= bytes
 }
 
 // find waits for an offer that may not be registered yet, and checks that the claim may have it. at is where the claim's blocks are in it. The answer is nil where an offer

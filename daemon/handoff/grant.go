@@ -80,9 +80,9 @@ func (g *grant) lent(off uint64) (block uint32, generation uint64, ok bool) {
 	if g.c.lent == nil || off < lentBase {
 		return 0, 0, false
 	}
-	block, _ = g.c.lent.block(off)
+	block, in := g.c.lent.block(off)
 	generation, ok = g.c.lentBlocks[block]
-	return block, generation, ok
+	return block, generation, ok && in == 0
 }
 
 // Release is tcp.Grant.

@@ -46,13 +46,14 @@ type Limits struct {
 	OfferWait  time.Duration // for an offer that is not registered yet
 	StoreWait  time.Duration // after its registration, blocks of an offer may still come
 	OpenEnded  time.Duration // an open-ended offer that is not completed for so long ends
+	Waiting    int           // bytes of hashes of claims that are being answered
 	ClaimLife  time.Duration // a claim ends after it, however often it is renewed
 	Fetches    int           // offers that were made for look-ups of other nodes; the oldest that nobody has claimed goes
 }
 
 // DefaultLimits are the daemon's.
 var DefaultLimits = Limits{Offers: 1 << 16, Hashes: 1 << 23, EndedKept: 256, Claims: 1 << 16, PerOffer: 4, ClaimLease: 10 * time.Second, OfferWait: time.Second, StoreWait: 2 * time.Second, OpenEnded: 10 * time.Minute,
-	ClaimLife: 10 * time.Minute, Fetches: 1024}
+	Waiting: 64 << 20, ClaimLife: 10 * time.Minute, Fetches: 1024}
 
 // Config is what a Registry works with; never modified after New.
 type Config struct {
@@ -80,6 +81,7 @@ type Registry struct {
 	claims   map[[16]byte]*claim
 	byClaim  map[claimKey]*claim
 	arrivals chan struct{} // closed at the next registration
+	waiting  int           // bytes, of Limits.Waiting
 	fetches  []*offer      // that were made for look-ups of other nodes, oldest first
 	served   []servedRank  // to be told when mu is free
 	released []*Lent       // to be released then

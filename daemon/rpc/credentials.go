@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"sync"
+	"sync/atomic"
 
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/peer"
@@ -12,8 +14,27 @@ import (
 	"github.com/kvferry/kvferry/daemon/session"
 )
 
+// foreignMax is how many connections of uids that are not allowed may be open, to be told so: others could use up the daemon's descriptors.
+const foreignMax = 16
+
 // peerCredentials is a transport security that asks the kernel who is at the other end of a unix socket.
-type peerCredentials struct{}
+type peerCredentials struct {
+	allowed func(uid uint32) bool
+	foreign *atomic.Int32 // open connections of others
+}
+
+// foreignConn is one of them.
+type foreignConn struct {
+	net.Conn
+	foreign *atomic.Int32
+	once    sync.Once
+}
+
+// Close is net.Conn.
+func (c *foreignConn) Close() error {
+	c.once.Do(func() { c.foreign.Add(-1) })
+	return c.Conn.Close()
+}
 
 type authInfo struct {
 	credentials.CommonAuthInfo
@@ -27,7 +48,7 @@ func (peerCredentials) ClientHandshake(context.Context, string, net.Conn) (net.C
 	return nil, nil, errors.New("unix-peer credentials are for servers")
 }
 
-func (peerCredentials) ServerHandshake(c net.Conn) (net.Conn, credentials.AuthInfo, error) {
+func (p peerCredentials) ServerHandshake(c net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	u, ok := c.(*net.UnixConn)
 	if !ok {
 		return nil, nil, fmt.Errorf("not a unix socket: %T", c)
@@ -35,6 +56,13 @@ func (peerCredentials) ServerHandshake(c net.Conn) (net.Conn, credentials.AuthIn
 	cred, err := session.PeerCredentials(u)
 	if err != nil {
 		return nil, nil, err
+	}
+	if !p.allowed(cred.UID) {
+		if p.foreign.Add(1) > foreignMax {
+			p.foreign.Add(-1)
+			return nil, nil, fmt.Errorf("%w: uid %d, and too many others", session.ErrDenied, cred.UID)
+		}
+		c = &foreignConn{Conn: c, foreign: p.foreign}
 	}
 	return c, authInfo{credentials.CommonAuthInfo{SecurityLevel: credentials.PrivacyAndIntegrity}, cred}, nil
 }

@@ -62,6 +62,9 @@ func statusOf(err error) error {
 	if err == nil {
 		return nil
 	}
+	if _, ok := status.FromError(err); ok { // it is one already
+		return err
+	}
 	return status.Error(Code(err), err.Error())
 }
 

@@ -65,6 +65,8 @@ func (p *Peer) Claim(ctx context.Context, r *pb.ClaimRequest) (*pb.ClaimResponse
 		return nil, statusOf(session.ValidateText("claim.path", q.Path, 0, 128))
 	case q.Wait > claimWaitMax:
 		return nil, statusOf(invalid("claim.wait_ms", "at most 5000"))
+	case q.TP < 1 || q.TP > 4096:
+		return nil, statusOf(invalid("claim.tp", fmt.Sprintf("%d: must be 1 to 4096", q.TP)))
 	case q.Rank >= q.TP:
 		return nil, statusOf(invalid("claim.rank", fmt.Sprintf("%d: must be below tp (%d)", q.Rank, q.TP)))
 	}
@@ -156,7 +158,7 @@ func (p *Peer) Renew(_ context.Context, r *pb.RenewRequest) (*pb.RenewResponse, 
 	for _, b := range r.GetDataKeys() {
 		k, err := id16("renew.data_keys", b)
 		if err != nil {
-			return nil, err
+			return nil, statusOf(err)
 		}
 		keys = append(keys, k)
 	}
@@ -174,7 +176,7 @@ func (p *Peer) EndClaim(_ context.Context, r *pb.EndClaimRequest) (*pb.EndClaimR
 	}
 	k, err := id16("end_claim.data_key", r.GetDataKey())
 	if err != nil {
-		return nil, err
+		return nil, statusOf(err)
 	}
 	if err := session.ValidateText("end_claim.reason", r.GetReason(), 0, 256); err != nil {
 		return nil, statusOf(err)

@@ -2,6 +2,7 @@ package rpc
 
 import (
 	"context"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -44,7 +45,7 @@ func NewLocalServer(allowed func(uid uint32) bool) *grpc.Server {
 		}
 		return next(srv, s)
 	}
-	return grpc.NewServer(grpc.Creds(peerCredentials{}), grpc.UnaryInterceptor(unary), grpc.StreamInterceptor(stream), grpc.WaitForHandlers(true), grpc.MaxRecvMsgSize(messageMax), grpc.InitialWindowSize(windowBytes),
+	return grpc.NewServer(grpc.Creds(peerCredentials{allowed, new(atomic.Int32)}), grpc.UnaryInterceptor(unary), grpc.StreamInterceptor(stream), grpc.WaitForHandlers(true), grpc.MaxRecvMsgSize(messageMax), grpc.InitialWindowSize(windowBytes),
 		grpc.InitialConnWindowSize(2*windowBytes), grpc.MaxConcurrentStreams(4096), grpc.ConnectionTimeout(5*time.Second))
 }
 

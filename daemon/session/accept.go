@@ -29,6 +29,12 @@ func (s *Session) checkLentBlocks(r Load) error {
 		case seen[b]:
 			return invalid("accept.block_ids", "%d stands twice", b)
 		}
+		s.mu.Lock()
+		other, lent := s.lentTo[b]
+		s.mu.Unlock()
+		if lent {
+			return invalid("accept.block_ids", "%d is lent to operation %d, which has not ended", b, other)
+		}
 		seen[b] = true
 	}
 	return nil

@@ -75,10 +75,15 @@ func (s *Session) checkOfferBlocks(message string, b handoff.LentBlocks, n int) 
 	if len(b.IDs) != n || len(b.Generations) != n {
 		return invalid(message+".block_ids", "%d ids and %d generations for %d hashes", len(b.IDs), len(b.Generations), n)
 	}
+	seen := make(map[uint32]bool, n)
 	for _, id := range b.IDs {
-		if id >= s.hello.Generations {
+		switch {
+		case id >= s.hello.Generations:
 			return invalid(message+".block_ids", "%d: the generation table has %d entries", id, s.hello.Generations)
+		case seen[id]:
+			return invalid(message+".block_ids", "%d stands twice", id)
 		}
+		seen[id] = true
 	}
 	return nil
 }
@@ -93,6 +98,14 @@ func (s *Session) checkOffer(r *Offer) error {
 	}
 	if _, err := validateHashes("offer.hashes", r.Hashes, 1, limits.LoadBlocks); err != nil {
 		return err
+	}
+	seen := make(map[kvferry.Hash]bool, len(r.Hashes)/kvferry.HashSize)
+	for i := range len(r.Hashes) / kvferry.HashSize {
+		if h := hashAt(r.Hashes, i); seen[h] {
+			return invalid("offer.hashes", "hash %d stands twice", i)
+		} else {
+			seen[h] = true
+		}
 	}
 	if err := ValidateText("offer.request_id", r.RequestID, 0, 256); err != nil {
 		return err

@@ -29,6 +29,7 @@ type operation struct {
 	writes   int                   // accept: transfers into lent blocks that are not quiet
 	reads    func(reason string)   // accept: gives back what the process reads of another worker's memory
 	found    map[kvferry.Hash]bool // load: the only blocks that a look-up has found at a peer; nil: none was
+	lent     []uint32              // accept: blocks that the daemon may write
 	outcome  Outcome
 	reason   string
 }
@@ -76,6 +77,9 @@ func (o *operation) finish(out Outcome, reason string, stored, present int) {
 	s.mu.Lock()
 	delete(s.operations, o.number)
 	delete(s.words, o.word)
+	for _, b := range o.lent {
+		delete(s.lentTo, b)
+	}
 	if o.kind == "store" {
 		s.storedN += uint64(stored)
 	}

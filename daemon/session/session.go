@@ -55,6 +55,7 @@ type Session struct {
 	table      *lent                              // of a scheduler: its block generations; nil: it has none
 	operations map[uint64]*operation
 	words      map[uint32]uint64 // word → operation
+	lentTo     map[uint32]uint64 // block of a writable region → operation that may write it
 	lastOp     uint64
 	events     []Event
 	unread     int // bytes of events

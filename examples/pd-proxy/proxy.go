@@ -177,23 +177,35 @@ func (p *proxy) inTurn(ctx context.Context, w http.ResponseWriter, q *request) {
 	p.decodeLeg(ctx, w, q, decodeBody(q.body, ticket))
 }
 
-// atOnce: both legs know the transfer's id. What the prefill leg does not deliver, the decode engine computes.
+// errPrefillFailed ends a decode leg that waits for a prompt that will not come.
+var errPrefillFailed = errors.New("the prefill leg failed")
+
+// atOnce: both legs know the transfer's id. When the prefill leg fails before anything was sent to the client, the decode engine is asked again, to compute.
 func (p *proxy) atOnce(ctx context.Context, w http.ResponseWriter, q *request) {
 	q.way = overlap
 	t := newTransfer()
 	e := p.prefills.order(time.Now())[0]
 	body := prefillBody(q.body, q.chat, &t, p.hints.first())
 	legCtx, cancel := context.WithCancel(ctx)
-	done := make(chan error)
+	waiting, giveUp := context.WithCancelCause(ctx)
+	defer giveUp(nil)
+	done := make(chan error, 1)
 	leg := &request{url: q.url, header: q.header}
 	go func() {
 		_, _, err := p.prefillLeg(legCtx, e, leg, body)
+		if err != nil && legCtx.Err() == nil {
+			giveUp(errPrefillFailed)
+		}
 		done <- err
 	}()
-	p.decodeLeg(ctx, w, q, decodeBody(q.body, overlapParams(t, e.peer)))
+	begun := p.decodeLegUntil(waiting, ctx, w, q, decodeBody(q.body, overlapParams(t, e.peer)))
 	cancel() // nobody needs it any more
 	if err := <-done; err != nil && !errors.Is(err, context.Canceled) {
 		q.reason, q.prefillFailed = err.Error(), true
+	}
+	if !begun && ctx.Err() == nil {
+		q.way = decodeOnly
+		p.decodeLeg(ctx, w, q, decodeBody(q.body, nil))
 	}
 	q.prefill, q.prefillTime = leg.prefill, leg.prefillTime
 }
@@ -225,20 +237,33 @@ func (p *proxy) prefillLeg(ctx context.Context, e *engine, q *request, body []by
 
 // decodeLeg gives the client the answer of the first decode engine that has one.
 func (p *proxy) decodeLeg(ctx context.Context, w http.ResponseWriter, q *request, body []byte) {
+	p.decodeLegUntil(ctx, ctx, w, q, body)
+}
+
+// decodeLegUntil gives up when waiting ends before an engine has begun to answer, and answers false then. A client that is gone ends ctx, and both with it.
+func (p *proxy) decodeLegUntil(waiting, ctx context.Context, w http.ResponseWriter, q *request, body []byte) bool {
 	var err error
 	for _, e := range p.decodes.order(time.Now()) {
-		var begun bool
-		if begun, err = p.decodeAt(ctx, w, e, q, body); begun || ctx.Err() != nil {
+		legCtx, cancel := context.WithCancel(ctx)
+		stop := context.AfterFunc(waiting, cancel)
+		begun := false
+		begun, err = p.decodeAt(legCtx, func() bool { return stop() || ctx == waiting }, w, e, q, body)
+		cancel()
+		if begun || ctx.Err() != nil {
 			q.err, q.cut = err, begun && err != nil
-			return
+			return true
+		}
+		if waiting.Err() != nil {
+			return false
 		}
 		p.Log.Warn("decode engine does not answer", "id", q.id, "engine", e.url, "error", err)
 	}
 	q.refuse(w, http.StatusBadGateway, fmt.Errorf("no decode engine answers: %w", err))
+	return true
 }
 
-// decodeAt answers false when nothing was sent to the client: another engine may do it.
-func (p *proxy) decodeAt(ctx context.Context, w http.ResponseWriter, e *engine, q *request, body []byte) (begun bool, err error) {
+// decodeAt answers false when nothing was sent to the client: another engine may do it. commit is asked when the engine has begun to answer, and answers false when that is too late.
+func (p *proxy) decodeAt(ctx context.Context, commit func() bool, w http.ResponseWriter, e *engine, q *request, body []byte) (begun bool, err error) {
 	q.decode = e.url
 	answer, err := p.send(ctx, e, q, body)
 	if err != nil {
@@ -248,6 +273,9 @@ func (p *proxy) decodeAt(ctx context.Context, w http.ResponseWriter, e *engine, 
 		return false, err
 	}
 	defer answer.Body.Close()
+	if !commit() {
+		return false, errPrefillFailed
+	}
 	p.hints.used(e.peer)
 	q.firstTime, q.status = time.Since(q.begin), answer.StatusCode
 	return pass(w, answer)

@@ -1178,7 +1178,7 @@ type Plane struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Base          uint64                 `protobuf:"varint,1,opt,name=base,proto3" json:"base,omitempty"`
 	Stride        uint64                 `protobuf:"varint,2,opt,name=stride,proto3" json:"stride,omitempty"`                        // at least bytes
-	Bytes         uint64                 `protobuf:"varint,3,opt,name=bytes,proto3" json:"bytes,omitempty"`                          // a block; 1..2^30; the planes of a block add up to a shard of at most half a slab
+	Bytes         uint64                 `protobuf:"varint,3,opt,name=bytes,proto3" json:"bytes,omitempty"`                          // a block; 1..2^30; the planes of a block add up to a shard that fits into a slab
 	HeadFirst     uint32                 `protobuf:"varint,4,opt,name=head_first,json=headFirst,proto3" json:"head_first,omitempty"` // KV heads that it holds; informative
 	HeadCount     uint32                 `protobuf:"varint,5,opt,name=head_count,json=headCount,proto3" json:"head_count,omitempty"`
 	unknownFields protoimpl.UnknownFields
