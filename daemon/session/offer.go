@@ -17,7 +17,7 @@ func (s *Session) Offer(r Offer) {
 	if err == nil {
 		return
 	}
-	s.send(Refused{err})
+	s.refuseOffer("offer.offer_id", err)
 	if !errors.Is(err, handoff.ErrExists) {
 		s.keepNothing(r.ID, r.Blocks, "refused")
 	}
@@ -39,6 +39,14 @@ func (s *Session) register(r Offer) error {
 	})
 }
 
+// refuseOffer answers a message about an offer. What the registry refuses is about the offer that the field names.
+func (s *Session) refuseOffer(field string, err error) {
+	if fe := (*FieldError)(nil); !errors.As(err, &fe) {
+		err = &FieldError{Field: field, Reason: err.Error(), kind: err}
+	}
+	s.send(Refused{err})
+}
+
 // CompleteOffer ends the computing of an open-ended offer's prompt.
 func (s *Session) CompleteOffer(id [16]byte, blocks handoff.LentBlocks) {
 	err := s.checkOfferBlocks("complete_offer", blocks, len(blocks.IDs))
@@ -46,7 +54,7 @@ func (s *Session) CompleteOffer(id [16]byte, blocks handoff.LentBlocks) {
 		err = s.m.cfg.Offers.Complete(s.owner(), id, blocks)
 	}
 	if err != nil {
-		s.send(Refused{err})
+		s.refuseOffer("complete_offer.offer_id", err)
 	}
 	if errors.Is(err, handoff.ErrUnknown) {
 		s.keepNothing(id, blocks, "not known")
@@ -60,7 +68,7 @@ func (s *Session) EndOffer(id [16]byte, reason string) {
 		err = s.m.cfg.Offers.Withdraw(s.owner(), id, reason)
 	}
 	if err != nil {
-		s.send(Refused{err})
+		s.refuseOffer("end_offer.offer_id", err)
 	}
 }
 

@@ -12,6 +12,7 @@ import (
 	"net/http/httptest"
 	"regexp"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 )
@@ -416,19 +417,50 @@ func TestOverlap(t *testing.T) {
 	}
 }
 
-// In overlap the decode engine answers also when the prefill leg fails.
+// In overlap, a prefill leg that fails ends the decode leg that waits for it, and the decode engine is asked to compute; but never when it has begun to answer.
 func TestOverlapPrefillFails(t *testing.T) {
-	prefill := newEngine(t, func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "no", 500) })
-	failed := make(chan struct{})
+	came := make(chan struct{}, 1)
+	prefill := newEngine(t, func(w http.ResponseWriter, _ *http.Request) {
+		<-came // the decode leg is under way
+		http.Error(w, "no", 500)
+	})
+	var requests atomic.Int32
 	decode := newEngine(t, func(w http.ResponseWriter, r *http.Request) {
-		<-failed
+		if requests.Add(1) == 1 {
+			came <- struct{}{}
+			<-r.Context().Done() // waits for the prompt
+			return
+		}
 		says(`{"ok":1}`)(w, r)
 	})
-	url, _ := start(t, config{Prefill: at(prefill.URL, "10.0.0.1:7400"), Decode: at(decode.URL, ""), Overlap: true})
-	go func() {
-		<-prefill.asked
+	url, log := start(t, config{Prefill: at(prefill.URL, "10.0.0.1:7400"), Decode: at(decode.URL, ""), Overlap: true})
+	if status, answer := post(t, url+"/v1/completions", `{}`); status != 200 || answer != `{"ok":1}` {
+		t.Error(status, answer)
+	}
+	if !strings.Contains(log.String(), "path=decode_only") || !strings.Contains(log.String(), "500") {
+		t.Error(log.String())
+	}
+	if first, again := <-decode.asked, <-decode.asked; !strings.Contains(first.body, "kvferry_transfer") || again.body != `{}` {
+		t.Errorf("%q, then %q", first.body, again.body)
+	}
+}
+
+func TestOverlapPrefillFailsLate(t *testing.T) {
+	begun, failed := make(chan struct{}), make(chan struct{})
+	prefill := newEngine(t, func(w http.ResponseWriter, _ *http.Request) {
+		<-begun
+		http.Error(w, "no", 500)
 		close(failed)
-	}()
+	})
+	decode := newEngine(t, func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "application/json")
+		_, _ = io.WriteString(w, `{"ok"`)
+		_ = http.NewResponseController(w).Flush()
+		close(begun)
+		<-failed
+		_, _ = io.WriteString(w, `:1}`)
+	})
+	url, _ := start(t, config{Prefill: at(prefill.URL, "10.0.0.1:7400"), Decode: at(decode.URL, ""), Overlap: true})
 	if status, answer := post(t, url+"/v1/completions", `{}`); status != 200 || answer != `{"ok":1}` {
 		t.Error(status, answer)
 	}
