@@ -453,16 +453,25 @@ func TestOverlapPrefillFailsLate(t *testing.T) {
 		close(failed)
 	})
 	decode := newEngine(t, func(w http.ResponseWriter, _ *http.Request) {
-		w.Header().Set("Content-Type", "application/json")
-		_, _ = io.WriteString(w, `{"ok"`)
+		w.Header().Set("Content-Type", "text/event-stream")
+		_, _ = io.WriteString(w, "data: {}\n\n")
 		_ = http.NewResponseController(w).Flush()
-		close(begun)
 		<-failed
-		_, _ = io.WriteString(w, `:1}`)
+		_, _ = io.WriteString(w, "data: [DONE]\n\n")
 	})
 	url, _ := start(t, config{Prefill: at(prefill.URL, "10.0.0.1:7400"), Decode: at(decode.URL, ""), Overlap: true})
-	if status, answer := post(t, url+"/v1/completions", `{}`); status != 200 || answer != `{"ok":1}` {
-		t.Error(status, answer)
+	r, err := http.Post(url+"/v1/completions", "application/json", strings.NewReader(`{"stream":true}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Body.Close()
+	first := make([]byte, len("data: {}\n\n"))
+	if _, err := io.ReadFull(r.Body, first); err != nil {
+		t.Fatal(err)
+	}
+	close(begun) // the client has a part of the answer
+	if rest, err := io.ReadAll(r.Body); err != nil || string(rest) != "data: [DONE]\n\n" {
+		t.Errorf("%q %v", rest, err)
 	}
 }
 
