@@ -357,7 +357,10 @@ func (f *Fetcher) patient(ctx context.Context, a ClaimAnswer, begun time.Time) b
 
 // remote claims an offer at the node that has it and reads the blocks from there.
 func (f *Fetcher) remote(ctx context.Context, q FetchRequest, out []FetchStatus) error {
-	p, err := f.usable(ctx, q.Ticket.address(q.Rank))
+	p, err := f.known(ctx, q.Ticket.address(q.Rank))
+	if err == nil {
+		err = p.usable()
+	}
 	if err != nil {
 		return err
 	}
@@ -370,21 +373,22 @@ func (f *Fetcher) remote(ctx context.Context, q FetchRequest, out []FetchStatus)
 	return err
 }
 
-// usable is the peer at an address that a ticket names, if it may be dialled and is not known to be unreachable.
-func (f *Fetcher) usable(ctx context.Context, address string) (*peer, error) {
+// known is the peer at an address that a ticket names, if it may be dialled.
+func (f *Fetcher) known(ctx context.Context, address string) (*peer, error) {
 	address, err := f.resolve(ctx, address)
 	if err != nil {
 		return nil, err
 	}
-	p, err := f.peer(address)
-	if err != nil {
-		return nil, err
+	return f.peer(address)
+}
+
+// usable fails for a peer that is known to be unreachable. Who gets it reports how it went.
+func (p *peer) usable() error {
+	if p.health.Allow(time.Now()) {
+		return nil
 	}
-	if !p.health.Allow(time.Now()) {
-		state, reason, since := p.health.View()
-		return nil, fmt.Errorf("%w: peer %s is %v since %s: %s", transport.ErrLink, address, state, since.Format(time.RFC3339), reason)
-	}
-	return p, nil
+	state, reason, since := p.health.View()
+	return fmt.Errorf("%w: peer %s is %v since %s: %s", transport.ErrLink, p.address, state, since.Format(time.RFC3339), reason)
 }
 
 func pick(hashes []byte, at []int) []byte {

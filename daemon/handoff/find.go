@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/daemon/health"
 	"github.com/kvferry/kvferry/tiers"
 )
 
@@ -47,7 +48,9 @@ func (r *Registry) Fetch(q FindRequest) (FindAnswer, error) {
 	if a.Blocks == 0 {
 		return a, nil
 	}
-	r.makeRoomForFetch(q)
+	if err := r.makeRoomForFetch(q); err != nil {
+		return FindAnswer{}, err
+	}
 	for _, b := range [][]byte{a.OfferID[:], a.Secret[:]} {
 		if _, err := rand.Read(b); err != nil {
 			return FindAnswer{}, fmt.Errorf("make offer: %w", err)
@@ -67,24 +70,26 @@ func (r *Registry) Fetch(q FindRequest) (FindAnswer, error) {
 
 // makeRoomForFetch ends the offer of an earlier look-up of the same request, and the oldest that nobody has claimed where there are too many: look-ups of others may not use up what
 // this node's engines need.
-func (r *Registry) makeRoomForFetch(q FindRequest) {
+func (r *Registry) makeRoomForFetch(q FindRequest) error {
 	r.mu.Lock()
 	defer r.unlock()
-	r.fetches = slices.DeleteFunc(r.fetches, func(o *offer) bool { return o.state == Ended })
+	ended := func(o *offer) bool { return o.state == Ended }
 	for _, o := range r.fetches {
 		if o.state == Open && o.claimer == q.Instance && o.RequestID == q.RequestID && q.RequestID != "" {
 			r.endLocked(o, "replaced")
 		}
 	}
-	for _, o := range r.fetches {
-		if len(r.fetches) < r.cfg.Limits.Fetches {
-			break
-		}
-		if o.state == Open {
-			r.endLocked(o, "replaced")
-			r.fetches = slices.DeleteFunc(slices.Clone(r.fetches), func(x *offer) bool { return x == o })
-		}
+	r.fetches = slices.DeleteFunc(r.fetches, ended)
+	if len(r.fetches) < r.cfg.Limits.Fetches {
+		return nil
 	}
+	oldest := slices.IndexFunc(r.fetches, func(o *offer) bool { return o.state == Open })
+	if oldest < 0 {
+		return fmt.Errorf("%w: %d look-ups of other nodes are being read", ErrLimit, len(r.fetches))
+	}
+	r.endLocked(r.fetches[oldest], "replaced")
+	r.fetches = slices.DeleteFunc(r.fetches, ended)
+	return nil
 }
 
 const (
@@ -98,11 +103,10 @@ const (
 
 // Wanted is a prompt of which other nodes may have more than this one.
 type Wanted struct {
-	RequestID string
-	Peers     []string // addresses of Peer services, likeliest first
-	Find      FindRequest
-	Shape     tiers.SpaceShape
-	Compute   time.Duration // of a block; 0: not known
+	Peers   []string // addresses of Peer services, likeliest first
+	Find    FindRequest
+	Shape   tiers.SpaceShape
+	Compute time.Duration // of a block; 0: not known
 }
 
 // Decision is whether the blocks of a peer are fetched, and why.
@@ -122,26 +126,32 @@ type Decision struct {
 	Reason    string
 }
 
-// Find asks peers for the blocks that are wanted, one after the other until one has some, and decides whether fetching them beats computing them. Blocks of the answer is 0 where it does not.
+// Find asks peers for the blocks that are wanted, one after the other until one has some, and decides whether fetching them beats computing them. The ticket is good where the decision says so.
 func (f *Fetcher) Find(ctx context.Context, w Wanted) (Ticket, Decision) {
-	d := Decision{At: time.Now(), RequestID: w.RequestID, Instance: w.Find.Instance, Reason: "no peer was reachable"}
+	d := Decision{At: time.Now(), RequestID: w.Find.RequestID, Instance: w.Find.Instance, Reason: "no peer was reachable"}
 	w.Find.Lease = min(w.Find.Lease, findLease)
 	for _, address := range w.Peers {
 		if address == f.cfg.Address {
 			continue // this node
 		}
-		p, err := f.usable(ctx, address)
+		p, err := f.known(ctx, address)
+		asked := time.Now()
+		if err == nil && !p.lookups.Allow(asked) {
+			continue
+		}
+		if err == nil {
+			err = p.usable()
+		}
 		if err != nil {
 			f.cfg.Log.Debug("find blocks", "peer", address, "error", err)
 			continue
 		}
-		asked := time.Now()
-		if !p.lookups.Allow(asked) {
-			continue
-		}
 		a, err := f.cfg.Control.Fetch(ctx, p.address, w.Find)
-		if ctx.Err() != nil { // the engine's patience is short: transfers may go all the same
+		if ctx.Err() != nil {
 			p.lookups.Failure(time.Now(), "late")
+			if state, _, _ := p.health.View(); state != health.OK {
+				p.report(context.DeadlineExceeded) // it was the one try of a peer that had been unreachable
+			} // else: the engine's patience is short, and transfers may go all the same
 		} else {
 			p.lookups.Success()
 			p.report(err)

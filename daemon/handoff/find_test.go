@@ -5,10 +5,12 @@ import (
 	"fmt"
 	"log/slog"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/kvferry/kvferry"
 	"github.com/kvferry/kvferry/daemon/counters"
+	"github.com/kvferry/kvferry/daemon/health"
 	"github.com/kvferry/kvferry/transport"
 )
 
@@ -38,7 +40,51 @@ func TestLateLookups(t *testing.T) {
 	if l.asked != 3 {
 		t.Errorf("the peer was asked %d times in a row", l.asked)
 	}
-	if _, err := f.usable(t.Context(), "peer:1"); err != nil {
+	p, err := f.known(t.Context(), "peer:1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := p.usable(); err != nil {
 		t.Errorf("late look-ups have opened the circuit: %v", err)
 	}
+}
+
+// A look-up that is not made takes nobody's turn to try a peer that was unreachable; one that is made and late says how it went.
+func TestLookupsOfADegradedPeer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := &slowLookups{}
+		f := NewFetcher(FetcherConfig{Control: l, Counters: new(counters.Set), Log: slog.New(slog.DiscardHandler), Peers: 4,
+			Resolve: func(_ context.Context, address string) (string, error) { return address, nil }})
+		defer f.Close()
+		find := func() {
+			ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
+			defer cancel()
+			f.Find(ctx, Wanted{Peers: []string{"peer:1"}, Find: FindRequest{Hashes: make([]byte, kvferry.HashSize), TP: 1, Lease: time.Second}})
+		}
+		p, err := f.known(t.Context(), "peer:1")
+		if err != nil {
+			t.Fatal(err)
+		}
+		for range 3 {
+			p.report(transport.ErrLink)
+		}
+		time.Sleep(time.Second) // simulated: it may be tried again
+		find()
+		if state, _, _ := p.health.View(); l.asked != 1 || state != health.Degraded {
+			t.Errorf("asked %d times, then %v", l.asked, state)
+		}
+		for range 3 {
+			p.lookups.Failure(time.Now(), "late") // no look-up is made for some time
+		}
+		p.health.Success()
+		for range 3 {
+			p.report(transport.ErrLink)
+		}
+		time.Sleep(600 * time.Millisecond)
+		p.lookups.Failure(time.Now(), "late")
+		find()
+		if err := p.usable(); l.asked != 1 || err != nil {
+			t.Errorf("asked %d times; a look-up that was not made took the turn: %v", l.asked, err)
+		}
+	})
 }

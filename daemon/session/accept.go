@@ -22,22 +22,34 @@ func (s *Session) checkLentBlocks(r Load) error {
 		return invalid("accept.region", "%d is not a writable region of this session", r.Region)
 	}
 	seen := make(map[uint32]bool, len(r.BlockIDs))
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	for _, b := range r.BlockIDs {
+		other, lent := s.lentTo[lentBlock{r.Region, b}]
 		switch {
 		case b >= reg.spec.Blocks:
 			return invalid("accept.block_ids", "%d: region %d has %d blocks", b, r.Region, reg.spec.Blocks)
 		case seen[b]:
 			return invalid("accept.block_ids", "%d stands twice", b)
-		}
-		s.mu.Lock()
-		other, lent := s.lentTo[b]
-		s.mu.Unlock()
-		if lent {
+		case lent:
 			return invalid("accept.block_ids", "%d is lent to operation %d, which has not ended", b, other)
 		}
 		seen[b] = true
 	}
 	return nil
+}
+
+// lentBlock is a block that the daemon may write.
+type lentBlock struct{ region, block uint32 }
+
+// lend notes the blocks of an Accept until its operation is quiet.
+func (o *operation) lend(r Load) {
+	o.s.mu.Lock()
+	defer o.s.mu.Unlock()
+	for _, b := range r.BlockIDs {
+		k := lentBlock{r.Region, b}
+		o.lent, o.s.lentTo[k] = append(o.lent, k), o.number
+	}
 }
 
 // accept answers for what is here at once, then for what the ticket names as it comes.

@@ -111,7 +111,7 @@ func (s *Session) findMore(ctx context.Context, r Match, shape tiers.SpaceShape,
 	ctx, cancel := context.WithTimeout(ctx, s.m.cfg.Limits.FindTimeout)
 	defer cancel()
 	ticket, d := s.m.cfg.Fetcher.Find(ctx, handoff.Wanted{
-		RequestID: r.RequestID, Peers: r.Peers, Shape: shape, Compute: r.Compute,
+		Peers: r.Peers, Shape: shape, Compute: r.Compute,
 		Find: handoff.FindRequest{RequestID: r.RequestID, Space: r.Space, Hashes: rest, Instance: s.hello.Instance, TP: s.hello.Space.TP, Lease: lease},
 	})
 	out.Reason, out.Fetch = d.Reason, d.Fetch

@@ -110,9 +110,7 @@ func (s *Session) openTable(fd *os.File) (*lent, error) {
 	return openLent("generations", fd, 8*uint64(s.hello.Generations), gpu.Read)
 }
 
-const (
-	lentTokenLife = 5 * time.Second
-)
+const lentTokenLife = 5 * time.Second
 
 // lendings are the handles and tokens under which workers map each other's memory. Manager.mu guards them.
 type lendings struct {
@@ -166,7 +164,7 @@ func (m *Manager) Lend(scheduler tiers.Owner, instance string, rank, regionID ui
 	}
 	table := sched.lentTable()
 	r := worker.region(regionID)
-	if r != nil && (r.lent.file == nil || table != nil && table.file == nil) {
+	if r != nil && r.lent.file == nil {
 		return nil, fmt.Errorf("lend: %w: memory of %q, rank %d, may be opened for writing by whoever gets it: its owner must set its mode to 0444", ErrUnsupported, instance, rank)
 	}
 	if table == nil || r == nil || r.spec.Kind != SharedHost || r.spec.Blocks > sched.hello.Generations {

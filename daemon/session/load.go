@@ -33,14 +33,7 @@ func (s *Session) Load(r Load) {
 		s.Reject(r.Operation, kind, err)
 		return
 	}
-	if r.BlockIDs != nil {
-		s.mu.Lock()
-		o.lent = r.BlockIDs
-		for _, b := range r.BlockIDs {
-			s.lentTo[b] = o.number
-		}
-		s.mu.Unlock()
-	}
+	o.lend(r)
 	if s.wordsMap.is(r.Word, r.Operation, WordRevoked) {
 		o.endLoad(OutcomeRevoked, "")
 		return

@@ -107,7 +107,7 @@ func (m *Manager) Open(h Hello, cred Credentials) (*Session, error) {
 		shape.Shards = uint16(h.Ranks)
 	}
 	s := &Session{
-		m: m, hello: h, cred: cred, shape: shape, attached: time.Now(), operations: map[uint64]*operation{}, words: map[uint32]uint64{}, lentTo: map[uint32]uint64{},
+		m: m, hello: h, cred: cred, shape: shape, attached: time.Now(), operations: map[uint64]*operation{}, words: map[uint32]uint64{}, lentTo: map[lentBlock]uint64{},
 		regions: map[uint32]*region{}, spaces: map[kvferry.SpaceID]tiers.SpaceRef{}, wake: make(chan struct{}, 1),
 		log: m.cfg.Log.With("instance", h.Instance, "rank", h.Rank, "pid", cred.PID),
 	}

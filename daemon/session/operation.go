@@ -29,7 +29,7 @@ type operation struct {
 	writes   int                   // accept: transfers into lent blocks that are not quiet
 	reads    func(reason string)   // accept: gives back what the process reads of another worker's memory
 	found    map[kvferry.Hash]bool // load: the only blocks that a look-up has found at a peer; nil: none was
-	lent     []uint32              // accept: blocks that the daemon may write
+	lent     []lentBlock           // accept: what the daemon may write
 	outcome  Outcome
 	reason   string
 }

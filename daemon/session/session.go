@@ -54,8 +54,8 @@ type Session struct {
 	retired    []tiers.SpaceRef                   // that are no longer in spaces, and not given back yet
 	table      *lent                              // of a scheduler: its block generations; nil: it has none
 	operations map[uint64]*operation
-	words      map[uint32]uint64 // word → operation
-	lentTo     map[uint32]uint64 // block of a writable region → operation that may write it
+	words      map[uint32]uint64    // word → operation
+	lentTo     map[lentBlock]uint64 // → operation that may write it
 	lastOp     uint64
 	events     []Event
 	unread     int // bytes of events
