@@ -135,9 +135,9 @@ func (d *Daemon) openPool() error {
 		return err
 	}
 	d.pool = p
-	d.ledger = tiers.New(p, tiers.DefaultLimits)
+	d.ledger = tiers.New(tiers.Config{Pool: p, Limits: tiers.DefaultLimits})
 	if p.Adopted() {
-		d.adopted = d.ledger.Adopt(found)
+		d.adopted = d.ledger.Adopt(time.Now(), 0, found)
 		d.log.Info("pool adopted", "blocks", d.adopted, "dropped_slots", p.Dropped()+len(found)-d.adopted)
 	} else {
 		d.log.Info("pool is new", "reason", p.Cold())

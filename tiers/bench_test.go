@@ -21,14 +21,14 @@ func BenchmarkMatch(b *testing.B) {
 	var before, after runtime.MemStats
 	runtime.GC()
 	runtime.ReadMemStats(&before)
-	l := tiers.New(tierstest.NewSlots(blocks/16000+2, 64<<20), tiers.DefaultLimits)
+	l := tiers.New(tiers.Config{Pool: tierstest.NewSlots(blocks/16000+2, 64<<20), Limits: tiers.DefaultLimits})
 	ref, err := l.Space(tiers.SpaceShape{ID: kvferry.SpaceID{1}, Shards: 1, ShardBytes: 4096})
 	if err != nil {
 		b.Fatal(err)
 	}
 	now := time.Now()
 	for n := range blocks / prompt {
-		fills := l.BeginFill(ref, 0, cheapChain(uint64(n), prompt))
+		fills := l.BeginFill(now, ref, 0, cheapChain(uint64(n), prompt))
 		l.Commit(now, fills, make([]uint32, len(fills)))
 	}
 	runtime.GC()

@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/tiers/policy"
 	"github.com/kvferry/kvferry/tiers/pool"
 )
 
@@ -33,19 +34,16 @@ type partialBlock struct {
 
 // BeginFill takes a slot for every block of which this shard is neither resident nor being filled. It evicts what it must and no more.
 // The slots stay filling until Commit or Abort, however long that takes: whoever asked says when nothing writes there any more.
-func (l *Ledger) BeginFill(space SpaceRef, shard uint16, blocks []Block) []Fill {
+func (l *Ledger) BeginFill(now time.Time, space SpaceRef, shard uint16, blocks []Block) []Fill {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	out := make([]Fill, len(blocks))
 	e := &l.spaces[space]
-	c := l.class(e.slotBytes)
-	if len(c.free) == 0 && l.freeSlabs == 0 && len(l.classes) > 1 {
-		l.reclaimLocked(c) // once a batch: classes share the pool by how cold their blocks are
-	}
+	c := l.poolClassLocked(now.UnixNano(), e.slotBytes)
 	for i, b := range blocks {
 		out[i].Block = b
 		if id := l.index.find(space, &b.Hash); id != 0 {
-			if s := l.shardSlotLocked(id, shard); s != 0 {
+			if s := l.shardSlotLocked(id, shard, policy.DRAM); s != 0 {
 				out[i].Place = l.placeLocked(s, e.shape.ShardBytes)
 				out[i].Status = FillPresent
 				if l.slot(s).state == SlotFilling {
@@ -56,26 +54,41 @@ func (l *Ledger) BeginFill(space SpaceRef, shard uint16, blocks []Block) []Fill 
 				continue
 			}
 		}
-		s, ok := l.allocateLocked(c)
+		s, ok := l.allocateLocked(now.UnixNano(), c)
 		if !ok {
 			out[i].Status = FillBusy
 			continue
 		}
-		l.takeSlotLocked(s, l.recordLocked(space, b), shard)
-		m := l.slot(s)
-		l.slotEventLocked(m, slotFill)
-		slab, slot := s.split()
-		m.generation = l.slots.Fill(slab, slot)
-		out[i].Place = l.placeLocked(s, e.shape.ShardBytes)
+		out[i].Place = l.beginLocked(s, l.recordLocked(space, b), shard, e.shape.ShardBytes)
 	}
 	return out
 }
 
+// poolClassLocked is the pool's class for slots of this length, with room for at least one more where it may have it.
+func (l *Ledger) poolClassLocked(now int64, slotBytes uint64) *class {
+	st := l.stores[poolStore]
+	c := l.class(st, slotBytes)
+	if len(c.free) == 0 && st.freeSlabs == 0 && len(st.classes) > 1 {
+		l.reclaimLocked(now, c) // once a batch: classes share the pool by how cold their blocks are
+	}
+	return c
+}
+
+// beginLocked starts to fill a slot that was free.
+func (l *Ledger) beginLocked(s SlotRef, id recordID, shard uint16, length uint64) Place {
+	m := l.slot(s)
+	l.slotEventLocked(m, slotFill)
+	l.takeSlotLocked(s, id, shard)
+	st, slab, slot := l.local(s)
+	m.generation = st.slots.Fill(slab, slot)
+	return l.placeLocked(s, length)
+}
+
 func (l *Ledger) placeLocked(s SlotRef, length uint64) Place {
-	slab, slot := s.split()
+	st, slab, slot := l.local(s)
 	m := l.slot(s)
 	return Place{
-		Slot: s, Offset: l.slots.SlotOffset(slab, slot), HeaderOffset: l.slots.HeaderOffset(slab, slot),
+		Slot: s, Offset: st.slots.SlotOffset(slab, slot), HeaderOffset: st.slots.HeaderOffset(slab, slot),
 		Length: length, Generation: m.generation, CRC32C: m.crc,
 	}
 }
@@ -93,40 +106,39 @@ func (l *Ledger) Commit(now time.Time, fills []Fill, crcs []uint32) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for i, f := range fills {
-		s := f.Place.Slot
-		slab, slot := s.split()
-		m := l.slot(s)
-		m.crc = crcs[i]
-		r := l.recs.at(m.block)
-		shape := &l.spaces[r.space].shape
-		l.slots.Publish(slab, slot, pool.Header{
-			Generation: m.generation, Hash: r.hash, Space: shape.ID, Parent: f.Block.Parent, Length: shape.ShardBytes,
-			CRC32C: m.crc, Shard: m.shard, Shards: shape.Shards, StoredMs: uint64(now.UnixMilli()),
-		})
-		l.residentLocked(s, now.UnixNano())
+		l.commitLocked(now, f, crcs[i], now)
 		l.counts.Stored++
-		if !l.complete(r) {
-			l.partial = append(l.partial, partialBlock{r.space, r.hash, now.Add(l.limits.IncompleteKept)})
-		}
 	}
 	l.wakeLocked()
 }
 
-// residentLocked makes a filling slot resident.
-func (l *Ledger) residentLocked(s SlotRef, stamp int64) {
-	i, _ := s.split()
+// commitLocked publishes a slot. used is when the block was used last.
+func (l *Ledger) commitLocked(now time.Time, f Fill, crc uint32, used time.Time) {
+	s := f.Place.Slot
+	st, slab, slot := l.local(s)
 	m := l.slot(s)
+	m.crc = crc
+	h := l.headerLocked(now, m)
+	h.Parent = f.Block.Parent
+	st.slots.Publish(slab, slot, h)
+	l.residentLocked(now.UnixNano(), s, used.UnixNano(), f.Block)
 	r := l.recs.at(m.block)
-	l.slotEventLocked(m, slotCommit)
-	r.filling--
-	r.resident++
-	if l.complete(r) {
-		l.matchable++
-		l.spaces[r.space].complete++
+	if st.tier == policy.DRAM && !l.isComplete(r) {
+		l.partial = append(l.partial, partialBlock{r.space, r.hash, now.Add(l.limits.IncompleteKept)})
 	}
-	r.stamp = max(r.stamp, stamp)
-	l.slabs[i].touched = max(l.slabs[i].touched, stamp)
-	l.leafChangedLocked(m.block)
+}
+
+// headerLocked is what a slot says of its content.
+func (l *Ledger) headerLocked(now time.Time, m *slotInfo) pool.Header {
+	r := l.recs.at(m.block)
+	shape := &l.spaces[r.space].shape
+	h := pool.Header{
+		Generation: m.generation, Hash: r.hash, Space: shape.ID, Length: shape.ShardBytes, CRC32C: m.crc, Shard: uint16(m.shard), Shards: shape.Shards, StoredMs: uint64(now.UnixMilli()),
+	}
+	if r.parent != 0 {
+		h.Parent = l.recs.at(r.parent).hash
+	}
+	return h
 }
 
 // Abort gives slots back that were not filled. Nothing writes into them any more.
@@ -134,19 +146,22 @@ func (l *Ledger) Abort(now time.Time, fills []Fill) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for _, f := range fills {
-		s := f.Place.Slot
-		m := l.slot(s)
-		id := m.block
-		l.recs.at(id).filling--
-		l.slotEventLocked(m, slotAbort)
-		l.releaseSlotLocked(s)
-		l.counts.Aborted++
-		if r := l.recs.at(id); r.resident > 0 && !l.complete(r) { // its timer may have come while this was being filled
-			l.partial = append(l.partial, partialBlock{r.space, r.hash, now.Add(l.limits.IncompleteKept)})
-		}
-		l.dropIfEmptyLocked(id)
+		l.abortLocked(now, f.Place.Slot)
 	}
 	l.wakeLocked()
+}
+
+func (l *Ledger) abortLocked(now time.Time, s SlotRef) {
+	m := l.slot(s)
+	id := m.block
+	l.recs.at(id).filling[l.storeOf(s).tier]--
+	l.slotEventLocked(m, slotAbort)
+	l.releaseSlotLocked(s)
+	l.counts.Aborted++
+	if r := l.recs.at(id); r.resident > 0 && !l.isComplete(r) { // its timer may have come while this was being filled
+		l.partial = append(l.partial, partialBlock{r.space, r.hash, now.Add(l.limits.IncompleteKept)})
+	}
+	l.dropIfEmptyLocked(id)
 }
 
 // Drop removes blocks by force, with their children left behind unmatchable. Nobody finds them from now on; slots that are pinned are free when the last pin goes.
@@ -156,7 +171,7 @@ func (l *Ledger) Drop(space SpaceRef, hashes []kvferry.Hash) int {
 	defer l.mu.Unlock()
 	n := 0
 	for i := range hashes {
-		if id := l.index.find(space, &hashes[i]); id != 0 && l.dropSlotsLocked(id) {
+		if id := l.index.find(space, &hashes[i]); id != 0 && l.dropSlotsLocked(id, policy.NumTiers, Dropped) {
 			n++
 			l.counts.Dropped++
 		}
@@ -164,15 +179,16 @@ func (l *Ledger) Drop(space SpaceRef, hashes []kvferry.Hash) int {
 	return n
 }
 
-func (l *Ledger) dropSlotsLocked(id recordID) bool {
+// dropSlotsLocked removes what a block has in a tier, or in all of them (policy.NumTiers).
+func (l *Ledger) dropSlotsLocked(id recordID, tier int, why Reason) bool {
 	var resident []SlotRef
 	for s := l.recs.at(id).slots; s != 0; s = l.slot(s).next {
-		if l.slot(s).state == SlotResident {
+		if l.slot(s).state == SlotResident && (tier == policy.NumTiers || l.storeOf(s).tier == tier) {
 			resident = append(resident, s)
 		}
 	}
 	for _, s := range resident {
-		l.evictSlotLocked(s)
+		l.evictSlotLocked(s, why)
 	}
 	return len(resident) > 0
 }

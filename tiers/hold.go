@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/tiers/policy"
 )
 
 // Owner is who holds leases and pins: a session, or a claim. All that it holds goes at once with ReleaseOwner.
@@ -95,14 +96,19 @@ func (l *Ledger) removeHoldLocked(h *hold) {
 	}
 	for _, s := range h.slots {
 		t.pins--
-		m := l.slot(s)
-		m.pins--
-		if id := m.block; m.state == SlotLeaving && m.pins == 0 {
-			l.releaseSlotLocked(s)
-			l.dropIfEmptyLocked(id)
-		} else {
-			l.leafChangedLocked(id)
-		}
+		l.unpinSlotLocked(s)
+	}
+}
+
+// unpinSlotLocked ends one pin of a slot, which is free if it only waited for that.
+func (l *Ledger) unpinSlotLocked(s SlotRef) {
+	m := l.slot(s)
+	m.pins--
+	if id := m.block; m.state == SlotLeaving && m.pins == 0 {
+		l.releaseSlotLocked(s)
+		l.dropIfEmptyLocked(id)
+	} else {
+		l.leafChangedLocked(id)
 	}
 }
 
@@ -122,7 +128,7 @@ func (l *Ledger) leaseLocked(owner Owner, key string, block recordID, until time
 	}
 	l.recs.at(block).leases++
 	l.holds.leases++
-	l.leafRemoveLocked(block)
+	l.leafChangedLocked(block)
 	l.addHoldLocked(&hold{owner: owner, key: key, until: until, block: block})
 	return nil
 }
@@ -170,18 +176,14 @@ func (l *Ledger) Pin(now time.Time, owner Owner, space SpaceRef, shard uint16, h
 		if id == 0 {
 			continue
 		}
-		s := l.shardSlotLocked(id, shard)
-		if s == 0 || l.slot(s).state != SlotResident {
+		s := l.shardSlotLocked(id, shard, policy.DRAM)
+		if s == 0 || l.slot(s).state != SlotResident || l.slot(s).pins == pinsMax {
 			continue
 		}
-		m := l.slot(s)
-		m.pins++
-		l.holds.pins++
-		l.leafRemoveLocked(id)
+		l.pinLocked(h, s)
 		slab, _ := s.split()
 		l.slabs[slab].touched = max(l.slabs[slab].touched, stamp)
 		l.recs.at(id).stamp = max(l.recs.at(id).stamp, stamp)
-		h.slots = append(h.slots, s)
 		res.Places[i] = l.placeLocked(s, l.spaces[space].shape.ShardBytes)
 		res.Hits++
 	}
@@ -189,6 +191,14 @@ func (l *Ledger) Pin(now time.Time, owner Owner, space SpaceRef, shard uint16, h
 		res.Hold = l.addHoldLocked(h)
 	}
 	return res, nil
+}
+
+func (l *Ledger) pinLocked(h *hold, s SlotRef) {
+	m := l.slot(s)
+	m.pins++
+	l.holds.pins++
+	h.slots = append(h.slots, s)
+	l.leafChangedLocked(m.block)
 }
 
 // Unpin gives a hold back. It answers false when it is gone already: expired, or its owner is.
@@ -232,6 +242,7 @@ func (l *Ledger) Expire(now time.Time) {
 		l.removeHoldLocked(l.holds.timers[0])
 	}
 	l.expirePartialLocked(now)
+	l.expireAsideLocked(now)
 }
 
 func (l *Ledger) expirePartialLocked(now time.Time) {
@@ -243,10 +254,10 @@ func (l *Ledger) expirePartialLocked(now time.Time) {
 		if id == 0 {
 			continue
 		}
-		if r := l.recs.at(id); r.resident == 0 || r.filling > 0 || l.complete(r) {
+		if r := l.recs.at(id); r.resident == 0 || r.filling != [policy.NumTiers]uint8{} || l.isComplete(r) {
 			continue // gone, complete by now, or somebody is at it and will be queued again by its Commit
 		}
-		if l.dropSlotsLocked(id) {
+		if l.dropSlotsLocked(id, policy.NumTiers, Incomplete) {
 			l.counts.Incomplete++
 		}
 	}

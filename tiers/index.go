@@ -5,10 +5,11 @@ import (
 	"math/rand/v2"
 
 	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/tiers/policy"
 )
 
 // recordID names a record; 0 is none.
-type recordID uint32
+type recordID = policy.ID
 
 // record is one block that the ledger knows: it has a slot, or a known block names it as its parent. 64 bytes, so that a lookup costs one cache line.
 type record struct {
@@ -18,10 +19,17 @@ type record struct {
 	slots    SlotRef  // first of the block's slots, one a shard
 	children uint32   // records that name this one as their parent
 	leases   uint32
-	heapPos  int32 // in its class's heap of leaves, -1 when not there
 	space    SpaceRef
-	resident uint8 // shards that are resident
-	filling  uint8 // shards that are being filled
+	resident uint8                  // distinct shards that are resident in some tier
+	in       [policy.NumTiers]uint8 // shards that are resident in a tier
+	filling  [policy.NumTiers]uint8 // shards that are being filled
+	used     bool                   // found by a look-up since it came
+}
+
+// aside is what is known of a block and seldom looked at. 24 bytes, beside the records so that those stay on one cache line.
+type aside struct {
+	meta     policy.Meta
+	children [policy.NumTiers]uint32 // of those, the ones that have a slot in a tier
 }
 
 const recordsPerChunk = 1 << 14
@@ -29,6 +37,7 @@ const recordsPerChunk = 1 << 14
 // records is a growing array that never moves what is in it.
 type records struct {
 	chunks [][]record
+	asides [][]aside
 	free   recordID
 	next   recordID
 	live   int
@@ -38,28 +47,36 @@ func (r *records) at(id recordID) *record {
 	return &r.chunks[id/recordsPerChunk][id%recordsPerChunk]
 }
 
+func (r *records) aside(id recordID) *aside {
+	return &r.asides[id/recordsPerChunk][id%recordsPerChunk]
+}
+
+func (r *records) grow() {
+	r.chunks, r.asides = append(r.chunks, make([]record, recordsPerChunk)), append(r.asides, make([]aside, recordsPerChunk))
+}
+
 func (r *records) add() recordID {
 	r.live++
 	if id := r.free; id != 0 {
 		r.free = r.at(id).parent
-		*r.at(id) = record{heapPos: -1}
+		*r.at(id), *r.aside(id) = record{}, aside{meta: policy.NewMeta()}
 		return id
 	}
 	if r.next == 0 {
-		r.chunks = append(r.chunks, make([]record, recordsPerChunk)) // record 0 is none, and may be looked at
+		r.grow() // record 0 is none, and may be looked at
 		r.next = 1
 	}
 	id := r.next
 	if int(id/recordsPerChunk) == len(r.chunks) {
-		r.chunks = append(r.chunks, make([]record, recordsPerChunk))
+		r.grow()
 	}
 	r.next++
-	r.at(id).heapPos = -1
+	r.aside(id).meta = policy.NewMeta()
 	return id
 }
 
 func (r *records) remove(id recordID) {
-	*r.at(id) = record{parent: r.free, heapPos: -1}
+	*r.at(id) = record{parent: r.free}
 	r.free = id
 	r.live--
 }

@@ -1,90 +1,54 @@
 package tiers
 
-import "container/heap"
+import (
+	"encoding/binary"
 
-// leafHeap holds the blocks of a class that may leave: resident, without children, leases or pins. The one that was used longest ago is on top. A use
-// only changes the stamp in the record; the heap is put right when a block comes up for leaving.
-type leafHeap struct {
-	l       *Ledger
-	entries []leaf
-}
+	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/tiers/policy"
+)
 
-type leaf struct {
-	stamp int64
-	id    recordID
-}
-
-func (h *leafHeap) Len() int           { return len(h.entries) }
-func (h *leafHeap) Less(i, j int) bool { return h.entries[i].stamp < h.entries[j].stamp }
-func (h *leafHeap) Swap(i, j int) {
-	h.entries[i], h.entries[j] = h.entries[j], h.entries[i]
-	h.l.recs.at(h.entries[i].id).heapPos = int32(i)
-	h.l.recs.at(h.entries[j].id).heapPos = int32(j)
-}
-
-func (h *leafHeap) Push(x any) {
-	e := x.(leaf)
-	h.l.recs.at(e.id).heapPos = int32(len(h.entries))
-	h.entries = append(h.entries, e)
-}
-
-func (h *leafHeap) Pop() any {
-	n := len(h.entries) - 1
-	e := h.entries[n]
-	h.entries = h.entries[:n]
-	h.l.recs.at(e.id).heapPos = -1
-	return e
-}
-
-// peek is the block that leaves next.
-func (h *leafHeap) peek() (recordID, bool) {
-	for len(h.entries) > 0 {
-		e := &h.entries[0]
-		now := h.l.stampOf(e.id)
-		if e.stamp == now {
-			return e.id, true
+// mayLeaveLocked tells whether a block may leave a tier: nothing holds it, no child of it lies there, and, where this is its only copy, nothing descends from it at all.
+func (l *Ledger) mayLeaveLocked(id recordID, tier int) bool {
+	r := l.recs.at(id)
+	if r.leases > 0 || r.filling[tier] > 0 || l.recs.aside(id).children[tier] > 0 {
+		return false
+	}
+	if r.children > 0 && !l.isIn(r, policy.NVMe+policy.DRAM-tier) {
+		return false
+	}
+	some := false
+	for s := r.slots; s != 0; s = l.slot(s).next {
+		if l.storeOf(s).tier != tier {
+			continue
 		}
-		e.stamp = now
-		heap.Fix(h, 0)
+		if m := l.slot(s); m.pins > 0 || m.state != SlotResident {
+			return false
+		}
+		some = true
 	}
-	return 0, false
+	return some
 }
 
-func (h *leafHeap) pop() (recordID, bool) {
-	id, ok := h.peek()
-	if ok {
-		heap.Pop(h)
-	}
-	return id, ok
-}
-
-// stampOf orders leaving: a block that lacks a shard serves nobody and goes first.
-func (l *Ledger) stampOf(id recordID) int64 {
-	r := l.recs.at(id)
-	if !l.complete(r) {
-		return 0
-	}
-	return r.stamp
-}
-
-// leafChangedLocked puts a block into its class's heap or takes it out, after something that decides whether it may leave has changed.
+// leafChangedLocked puts a block into the sets of those that may leave, or takes it out, after something that decides it has changed.
 func (l *Ledger) leafChangedLocked(id recordID) {
-	r := l.recs.at(id)
-	may := r.slots != 0 && r.children == 0 && r.leases == 0 && r.filling == 0
-	for s := r.slots; may && s != 0; s = l.slot(s).next {
-		may = l.slot(s).pins == 0 && l.slot(s).state == SlotResident
-	}
-	if !may {
-		l.leafRemoveLocked(id)
-		return
-	}
-	if r.heapPos < 0 {
-		heap.Push(&l.class(l.spaces[r.space].slotBytes).leaves, leaf{l.stampOf(id), id})
+	meta := l.Meta(id)
+	for tier := range policy.NumTiers {
+		may, is := l.mayLeaveLocked(id, tier), meta.Pos[tier] >= 0
+		if may == is {
+			continue
+		}
+		if c := l.classOfLocked(id, tier); may {
+			c.leaves.Add(id)
+		} else {
+			c.leaves.Remove(id)
+		}
 	}
 }
 
-func (l *Ledger) leafRemoveLocked(id recordID) {
-	if r := l.recs.at(id); r.heapPos >= 0 {
-		heap.Remove(&l.class(l.spaces[r.space].slotBytes).leaves, int(r.heapPos))
-	}
+// classOfLocked is the class of a block's slots in a tier, where it has some.
+func (l *Ledger) classOfLocked(id recordID, tier int) *class {
+	k, _ := l.storeInLocked(id, tier)
+	return l.class(l.stores[k], l.spaces[l.recs.at(id).space].slotBytes)
 }
+
+func hashLow(h *kvferry.Hash) uint64 { return binary.LittleEndian.Uint64(h[:]) }

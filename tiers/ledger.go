@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/tiers/policy"
 	"github.com/kvferry/kvferry/tiers/pool"
 )
 
@@ -20,7 +21,7 @@ var (
 	ErrLimit = errors.New("tiers: limit reached")
 )
 
-// Slots is a tier's memory as the ledger sees it; *pool.Pool is one.
+// Slots is a store's memory as the ledger sees it; *pool.Pool is one, *nvme.Drive another. Its calls are made under the ledger's mutex: those of a drive note what is to be written, and write nothing.
 type Slots interface {
 	Slabs() int
 	SlabBytes() uint64
@@ -30,10 +31,18 @@ type Slots interface {
 	FreeSlab(slab int)
 	HeaderOffset(slab, slot int) uint64
 	SlotOffset(slab, slot int) uint64
+	// Fill answers the generation that the slot will have when it is published.
 	Fill(slab, slot int) kvferry.Generation
 	Publish(slab, slot int, h pool.Header)
 	Clear(slab, slot int)
-	Generation(slab, slot int) kvferry.Generation
+}
+
+// Config is what a ledger works with; never modified after New.
+type Config struct {
+	Pool   Slots
+	Drives []Slots
+	Policy policy.Policy // nil: LRU
+	Limits Limits
 }
 
 // Limits bound what the ledger keeps.
@@ -41,10 +50,11 @@ type Limits struct {
 	Spaces         int           // known spaces
 	Holds          int           // leases and read pins together
 	IncompleteKept time.Duration // how long a block that lacks a shard is kept
+	Changes        int           // that are kept for those who follow them
 }
 
 // DefaultLimits are the daemon's.
-var DefaultLimits = Limits{Spaces: 4096, Holds: 1 << 18, IncompleteKept: time.Minute}
+var DefaultLimits = Limits{Spaces: 4096, Holds: 1 << 18, IncompleteKept: time.Minute, Changes: 1 << 16}
 
 // SpaceRef is a space's number in this ledger.
 type SpaceRef uint16
@@ -61,14 +71,16 @@ const chainMax = 1 << 20
 
 // Block names a block and its parent.
 type Block struct {
-	Hash   kvferry.Hash
-	Parent kvferry.Hash // zero: first of its chain
+	Hash      kvferry.Hash
+	Parent    kvferry.Hash // zero: first of its chain
+	Partial   bool         // the tail of a prompt, shorter than a block
+	Retention policy.Retention
 }
 
 // Place is where a shard lies, as long as the slot's generation is this one.
 type Place struct {
 	Slot         SlotRef
-	Offset       uint64 // of the payload in the pool
+	Offset       uint64 // of the payload in its store
 	HeaderOffset uint64
 	Length       uint64 // of the payload
 	Generation   kvferry.Generation
@@ -78,49 +90,65 @@ type Place struct {
 // Ledger is the one book of what lies where.
 type Ledger struct {
 	mu     sync.Mutex
-	slots  Slots
 	limits Limits
+	policy policy.Policy
 
-	recs    records
-	index   *index
-	spaces  []spaceEntry
-	byID    map[kvferry.SpaceID]SpaceRef
-	slabs   []slab
-	classes map[uint64]*class
-	holds   holdTable
-	changed chan struct{} // closed at the next end of a fill; nil while nobody waits
-	partial []partialBlock
+	recs      records
+	index     *index
+	spaces    []spaceEntry
+	byID      map[kvferry.SpaceID]SpaceRef
+	stores    []*store // the pool, then the drives
+	slabs     []slab   // of all stores, one after the other
+	holds     holdTable
+	changed   chan struct{} // closed at the next end of a fill; nil while nobody waits
+	partial   []partialBlock
+	apart     []setAside
+	changes   changeRing
+	found     []recordID // scratch of look-ups
+	hand      hand
+	budget    budget
+	lastDrive int // that a block went to
 
-	freeSlabs int
-	matchable int // blocks with all of their shards
+	matchable int // blocks with all of their shards, in whatever tiers
+	complete  [policy.NumTiers]int
 	filling   int // slots
-	usedBytes uint64
+	moving    int // slots from which something is being moved
 	counts    Counts
 }
 
 type spaceEntry struct {
 	shape     SpaceShape
 	slotBytes uint64
-	blocks    int // records
-	complete  int // of these, with all of their shards
-	users     int // sessions
-	slots     int
+	blocks    int                  // records
+	complete  int                  // of these, with all of their shards
+	inTier    [policy.NumTiers]int // of these, with all of their shards in a tier
+	users     int                  // sessions
+	slots     [policy.NumTiers]int
 }
 
-// Counts are running totals since the ledger was made. Asked = DRAM + Peer + Missed, always.
+// Counts are running totals since the ledger was made. Asked = DRAM + NVMe + Peer + Missed, always.
 type Counts struct {
-	Asked, DRAM, Peer, Missed                     uint64 // blocks of lookups
+	Asked, DRAM, NVMe, Peer, Missed               uint64 // blocks of lookups
 	Stored, Present, Evicted, Dropped, Incomplete uint64 // blocks
 	Aborted                                       uint64 // fills given up
 	Reclaimed                                     uint64 // slabs that went to another slot length
+	Demoted, Promoted                             uint64 // shards that were copied to NVMe, and back to DRAM
+	Released                                      uint64 // blocks that left DRAM and stay on NVMe
+	NotAdmitted                                   uint64 // blocks that were not written to NVMe because the write budget was short
+	DriveEvicted                                  uint64 // blocks that left NVMe to make room
 }
 
 // New makes an empty ledger over slots that are all free.
-func New(slots Slots, limits Limits) *Ledger {
-	l := &Ledger{
-		slots: slots, limits: limits, byID: map[kvferry.SpaceID]SpaceRef{}, classes: map[uint64]*class{},
-		slabs: make([]slab, slots.Slabs()), freeSlabs: slots.Slabs(),
+func New(cfg Config) *Ledger {
+	l := &Ledger{limits: cfg.Limits, policy: cfg.Policy, byID: map[kvferry.SpaceID]SpaceRef{}}
+	if l.policy == nil {
+		l.policy = policy.LRU{}
 	}
+	l.addStoreLocked(policy.DRAM, cfg.Pool)
+	for _, d := range cfg.Drives {
+		l.addStoreLocked(policy.NVMe, d)
+	}
+	l.changes.init(cfg.Limits.Changes)
 	l.index = newIndex(&l.recs)
 	l.holds.init()
 	return l
@@ -146,8 +174,9 @@ func (l *Ledger) ReleaseSpace(ref SpaceRef) {
 
 func (l *Ledger) spaceLocked(s SpaceShape) (SpaceRef, error) {
 	slotBytes := pool.SlotBytes(s.ShardBytes)
-	if s.ShardBytes == 0 || l.slots.SlotsPerSlab(slotBytes) < 1 {
-		return 0, fmt.Errorf("%w: shard of %d bytes does not fit into a slab of %d", ErrSpace, s.ShardBytes, l.slots.SlabBytes())
+	memory := l.stores[0].slots
+	if s.ShardBytes == 0 || memory.SlotsPerSlab(slotBytes) < 1 {
+		return 0, fmt.Errorf("%w: shard of %d bytes does not fit into a slab of %d", ErrSpace, s.ShardBytes, memory.SlabBytes())
 	}
 	if s.Shards == 0 || s.Shards > 255 {
 		return 0, fmt.Errorf("%w: %d shards", ErrSpace, s.Shards)
@@ -196,48 +225,6 @@ func (l *Ledger) FindSpace(id kvferry.SpaceID) (SpaceRef, SpaceShape, bool) {
 	return ref, l.spaces[ref].shape, true
 }
 
-// Adopt takes over the slots that an earlier daemon left. It is called once, before anything else.
-func (l *Ledger) Adopt(found []pool.Resident) (kept int) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for i := range l.slabs {
-		if slotBytes, n := l.slots.SlabInUse(i); n > 0 {
-			l.addSlabLocked(i, slotBytes, n)
-		}
-	}
-	for _, r := range found {
-		h := r.Header
-		ref, err := l.spaceLocked(SpaceShape{ID: h.Space, Shards: h.Shards, ShardBytes: h.Length})
-		slotBytes, _ := l.slots.SlabInUse(r.Slab)
-		if err != nil || slotBytes != l.spaces[ref].slotBytes || h.Shard >= h.Shards {
-			l.slots.Clear(r.Slab, r.Slot)
-			continue
-		}
-		id := l.recordLocked(ref, Block{h.Hash, h.Parent})
-		if l.shardSlotLocked(id, h.Shard) != 0 { // the first of two copies wins: their bytes are the same
-			l.slots.Clear(r.Slab, r.Slot)
-			l.dropIfEmptyLocked(id)
-			continue
-		}
-		s := makeSlotRef(r.Slab, r.Slot)
-		l.takeSlotLocked(s, id, h.Shard)
-		m := l.slot(s)
-		m.generation, m.crc = h.Generation, h.CRC32C
-		l.slotEventLocked(m, slotFill)
-		l.residentLocked(s, int64(h.StoredMs)*int64(time.Millisecond))
-		kept++
-	}
-	for _, c := range l.classes {
-		c.rebuildFree(l)
-	}
-	for i := range l.slabs {
-		if l.slabs[i].slots != nil && l.slabs[i].used == 0 {
-			l.freeSlabLocked(i)
-		}
-	}
-	return kept
-}
-
 // recordLocked is the record of a block, made where there is none, with its parent's record.
 func (l *Ledger) recordLocked(space SpaceRef, b Block) recordID {
 	id := l.index.find(space, &b.Hash)
@@ -272,8 +259,7 @@ func (l *Ledger) linkParentLocked(id recordID, space SpaceRef, parent kvferry.Ha
 		}
 	}
 	l.recs.at(id).parent = p
-	pr := l.recs.at(p)
-	pr.children++
+	l.recs.at(p).children++
 	l.leafChangedLocked(p)
 }
 
@@ -286,7 +272,6 @@ func (l *Ledger) dropIfEmptyLocked(id recordID) {
 			return
 		}
 		parent := r.parent
-		l.leafRemoveLocked(id)
 		l.index.remove(id)
 		l.spaces[r.space].blocks--
 		l.recs.remove(id)
@@ -297,7 +282,12 @@ func (l *Ledger) dropIfEmptyLocked(id recordID) {
 	}
 }
 
-// complete tells whether every distinct shard is resident.
-func (l *Ledger) complete(r *record) bool {
+// isComplete tells whether every distinct shard is resident, in whatever tier.
+func (l *Ledger) isComplete(r *record) bool {
 	return r.resident > 0 && uint16(r.resident) == l.spaces[r.space].shape.Shards
+}
+
+// isIn tells whether a tier has every shard of a block.
+func (l *Ledger) isIn(r *record, tier int) bool {
+	return r.in[tier] > 0 && uint16(r.in[tier]) == l.spaces[r.space].shape.Shards
 }

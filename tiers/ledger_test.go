@@ -23,6 +23,8 @@ type world struct {
 	r      *rand.Rand
 	l      *tiers.Ledger
 	slots  *tierstest.Slots
+	fold   folded
+	moves  []tiers.Move
 	now    time.Time
 	spaces []tiers.SpaceRef
 	shards []uint16
@@ -45,7 +47,13 @@ type openPin struct {
 
 func newWorld(t *testing.T, seed uint64) *world {
 	w := &world{t: t, r: rand.New(rand.NewPCG(seed, 0)), slots: tierstest.NewSlots(6, 1<<20), now: time.Unix(1e9, 0), crc: map[string]uint32{}}
-	w.l = tiers.New(w.slots, tiers.DefaultLimits)
+	w.fold.set = map[string]bool{}
+	cfg := tiers.Config{Pool: w.slots, Limits: tiers.DefaultLimits}
+	for range w.r.IntN(3) {
+		cfg.Drives = append(cfg.Drives, tierstest.NewSlots(1+w.r.IntN(12), 1<<20))
+	}
+	cfg.Limits.Changes = 1000
+	w.l = tiers.New(cfg)
 	for i, s := range []tiers.SpaceShape{{Shards: 1, ShardBytes: 64 << 10}, {Shards: 2, ShardBytes: 64 << 10}, {Shards: 1, ShardBytes: 200_000}} {
 		s.ID = kvferry.SpaceID{byte(i + 1)}
 		ref, err := w.l.Space(s)
@@ -70,7 +78,7 @@ func (w *world) step() {
 	space := w.r.IntN(len(w.spaces))
 	shard := uint16(w.r.IntN(int(w.shards[space])))
 	owner := tiers.Owner(1 + w.r.IntN(3))
-	switch w.r.IntN(10) {
+	switch w.r.IntN(14) {
 	case 0, 1, 2:
 		w.begin(space, shard)
 	case 3, 4:
@@ -96,7 +104,45 @@ func (w *world) step() {
 		}
 	case 9:
 		w.l.Expire(w.now)
+	case 10:
+		d := tiers.Down{Idle: time.Duration(w.r.IntN(20)) * time.Second, Move: w.r.IntN(2) == 0, High: 0.5 + w.r.Float64()/2, Low: w.r.Float64() / 2}
+		w.plan(w.l.PlanDown(w.now, d, 1+w.r.IntN(30)))
+	case 11:
+		w.plan(w.l.BeginPromote(w.now, w.spaces[space], shard, tierstest.Pack(w.chain())))
+	case 12:
+		for range w.r.IntN(8) {
+			w.endMove()
+		}
+	case 13:
+		if n := len(w.l.Stats().Drives); n > 0 {
+			switch w.r.IntN(6) {
+			case 0, 1, 2:
+				w.l.SetOpen(tiers.StoreID(1+w.r.IntN(n)), w.r.IntN(4) > 0)
+			case 3:
+				w.l.SetWriteBudget(w.now, uint64(w.r.IntN(2))*uint64(w.r.IntN(1<<26)))
+			}
+		}
 	}
+}
+
+// plan takes moves over, which end at any time and in any order.
+func (w *world) plan(m tiers.Moves) {
+	for _, move := range m.List {
+		if move.From.CRC32C != move.Header.CRC32C && move.Header.Generation != 0 {
+			w.t.Fatalf("a move's header has another checksum than its source: %+v", move)
+		}
+	}
+	w.moves = append(w.moves, m.List...)
+}
+
+func (w *world) endMove() {
+	if len(w.moves) == 0 {
+		return
+	}
+	i := w.r.IntN(len(w.moves))
+	m := w.moves[i]
+	w.moves = append(w.moves[:i], w.moves[i+1:]...)
+	w.l.EndMove(w.now, &m, w.r.IntN(5) > 0)
 }
 
 func (w *world) begin(space int, shard uint16) {
@@ -111,7 +157,7 @@ func (w *world) begin(space int, shard uint16) {
 		blocks[w.r.IntN(len(blocks))].Parent = blocks[w.r.IntN(len(blocks))].Hash
 	}
 	f := openFill{space: space, shard: shard}
-	for _, fill := range w.l.BeginFill(w.spaces[space], shard, blocks) {
+	for _, fill := range w.l.BeginFill(w.now, w.spaces[space], shard, blocks) {
 		if fill.Status == tiers.FillNew {
 			f.fills = append(f.fills, fill)
 		}
@@ -192,14 +238,23 @@ func TestMetamorphic(t *testing.T) {
 			if err := w.l.Check(); err != nil {
 				t.Fatalf("seed %d step %d: %v (replay with -seed %d -seeds 1)", s, i, err, s)
 			}
+			if err := w.fold.follow(w.l); err != nil {
+				t.Fatalf("seed %d step %d: %v (replay with -seed %d -seeds 1)", s, i, err, s)
+			}
+			if err := w.fold.compare(w.l); err != nil {
+				t.Fatalf("seed %d step %d: %v (replay with -seed %d -seeds 1)", s, i, err, s)
+			}
 		}
 		for _, f := range w.open {
 			w.l.Abort(w.now, f.fills)
 		}
+		for len(w.moves) > 0 {
+			w.endMove()
+		}
 		for o := range tiers.Owner(5) {
 			w.l.ReleaseOwner(o)
 		}
-		if st := w.l.Stats(); st.Leases != 0 || st.Pins != 0 || st.UsedBytes+st.FreeBytes != st.CapacityBytes {
+		if st := w.l.Stats(); st.Leases != 0 || st.Pins != 0 || st.Moving != 0 || st.Filling != 0 || st.UsedBytes+st.FreeBytes != st.CapacityBytes {
 			t.Fatalf("seed %d: after all have gone: %+v", s, st)
 		}
 		if err := w.l.Check(); err != nil {
@@ -207,9 +262,12 @@ func TestMetamorphic(t *testing.T) {
 		}
 		c := w.l.Stats().Counts
 		all.DRAM, all.Stored, all.Evicted, all.Reclaimed = all.DRAM+c.DRAM, all.Stored+c.Stored, all.Evicted+c.Evicted, all.Reclaimed+c.Reclaimed
+		all.NVMe, all.Demoted, all.Promoted, all.Released = all.NVMe+c.NVMe, all.Demoted+c.Demoted, all.Promoted+c.Promoted, all.Released+c.Released
+		all.NotAdmitted, all.DriveEvicted = all.NotAdmitted+c.NotAdmitted, all.DriveEvicted+c.DriveEvicted
 		all.Dropped, all.Incomplete, all.Aborted = all.Dropped+c.Dropped, all.Incomplete+c.Incomplete, all.Aborted+c.Aborted
 	}
-	if all.DRAM == 0 || all.Stored == 0 || all.Evicted == 0 || all.Reclaimed == 0 || all.Dropped == 0 || all.Incomplete == 0 || all.Aborted == 0 {
+	if all.DRAM == 0 || all.Stored == 0 || all.Evicted == 0 || all.Reclaimed == 0 || all.Dropped == 0 || all.Incomplete == 0 || all.Aborted == 0 ||
+		all.NVMe == 0 || all.Demoted == 0 || all.Promoted == 0 || all.Released == 0 || all.NotAdmitted == 0 || all.DriveEvicted == 0 {
 		t.Fatalf("the operations did not reach everything: %+v", all)
 	}
 	t.Logf("%+v", all)

@@ -1,14 +1,19 @@
 package tiers
 
 import (
+	"slices"
 	"time"
 
 	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/tiers/policy"
 )
 
 // MatchResult says how much of a chain is resident.
 type MatchResult struct {
 	Blocks int // longest prefix
+	DRAM   int // of these, the ones that are in DRAM
+	NVMe   int // the others
+	First  int // blocks before the first that is not in DRAM
 	Leased bool
 }
 
@@ -19,10 +24,22 @@ func (l *Ledger) Match(now time.Time, owner Owner, key string, space SpaceRef, h
 	defer l.mu.Unlock()
 	res := l.prefixLocked(now, owner, key, space, hashes, until)
 	n := len(hashes) / kvferry.HashSize
-	l.counts.Asked += uint64(n)
-	l.counts.DRAM += uint64(res.Blocks)
-	l.counts.Missed += uint64(n - res.Blocks)
+	l.countLocked(n, res)
 	return res
+}
+
+// Count accounts a look-up of so many blocks that Prefix has answered.
+func (l *Ledger) Count(asked int, res MatchResult) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.countLocked(asked, res)
+}
+
+func (l *Ledger) countLocked(asked int, res MatchResult) {
+	l.counts.Asked += uint64(asked)
+	l.counts.DRAM += uint64(res.DRAM)
+	l.counts.NVMe += uint64(res.NVMe)
+	l.counts.Missed += uint64(asked - res.Blocks)
 }
 
 // Prefix is Match for a look-up that is counted elsewhere.
@@ -43,36 +60,56 @@ func (l *Ledger) AtPeer(blocks int) {
 func (l *Ledger) prefixLocked(now time.Time, owner Owner, key string, space SpaceRef, hashes []byte, until time.Time) MatchResult {
 	n := len(hashes) / kvferry.HashSize
 	const step = 256 // a miss ends the search: do not look the whole of a long prompt up before
-	var ids [step]recordID
 	stamp := now.UnixNano()
-	hits := 0
-	var deepest recordID
+	res := MatchResult{First: -1}
+	found := l.found[:0]
 search:
 	for base := 0; base < n; base += step {
 		k := min(step, n-base)
-		l.index.findBatch(space, hashes[base*kvferry.HashSize:], ids[:k])
-		for _, id := range ids[:k] {
-			if id == 0 {
+		found = slices.Grow(found, k)[:base+k]
+		l.index.findBatch(space, hashes[base*kvferry.HashSize:], found[base:])
+		for i, id := range found[base:] {
+			if id == 0 || !l.isComplete(l.recs.at(id)) {
+				found = found[:base+i]
 				break search
 			}
 			r := l.recs.at(id)
-			if !l.complete(r) {
+			if l.isIn(r, policy.DRAM) {
+				res.DRAM++
+			} else if l.isOpenLocked(id) {
+				if res.First < 0 {
+					res.First = base + i
+				}
+				res.NVMe++
+			} else {
+				found = found[:base+i]
 				break search
 			}
-			r.stamp = max(r.stamp, stamp)
-			deepest = id
-			hits++
+			r.stamp, r.used = max(r.stamp, stamp), true
 		}
 	}
-	res := MatchResult{Blocks: hits}
-	if hits == 0 || key == "" {
+	l.found = found
+	res.Blocks = len(found)
+	if res.First < 0 {
+		res.First = res.Blocks
+	}
+	if h := l.holds.byID[l.holds.byKey[holdKey{owner, key}]]; key == "" || h == nil || res.Blocks == 0 || h.block != found[res.Blocks-1] { // else a request only asks again
+		l.policy.Hit(stamp, l, found, n)
+	}
+	if res.Blocks == 0 || key == "" {
 		if id, ok := l.holds.byKey[holdKey{owner, key}]; ok {
 			l.removeHoldLocked(l.holds.byID[id])
 		}
 		return res
 	}
-	res.Leased = l.leaseLocked(owner, key, deepest, until) == nil
+	res.Leased = l.leaseLocked(owner, key, found[res.Blocks-1], until) == nil
 	return res
+}
+
+// isOpenLocked tells whether what a block has on a drive may be read.
+func (l *Ledger) isOpenLocked(id recordID) bool {
+	k, _ := l.storeInLocked(id, policy.NVMe)
+	return !l.stores[k].closed
 }
 
 // Missed accounts a lookup in a space that the ledger does not know: all of it is missed.
@@ -90,7 +127,7 @@ func (l *Ledger) Await(space SpaceRef, shard uint16, hashes []byte) (states []Sl
 	states = make([]SlotState, len(hashes)/kvferry.HashSize)
 	for i := range states {
 		if id := l.index.find(space, (*kvferry.Hash)(hashes[i*kvferry.HashSize:])); id != 0 {
-			if s := l.shardSlotLocked(id, shard); s != 0 {
+			if s := l.shardSlotLocked(id, shard, policy.DRAM); s != 0 {
 				states[i] = l.slot(s).state
 			}
 		}

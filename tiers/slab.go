@@ -5,10 +5,11 @@ import (
 	"math"
 
 	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/tiers/policy"
 	"github.com/kvferry/kvferry/tiers/pool"
 )
 
-// SlotRef names a slot of the tier; 0 is none.
+// SlotRef names a slot of any store; 0 is none.
 type SlotRef uint32
 
 const slotBits = 14
@@ -24,43 +25,31 @@ func (s SlotRef) split() (slab, slot int) {
 	return int((s - 1) >> slotBits), int((s - 1) & (1<<slotBits - 1))
 }
 
-// slotInfo is the ledger's side of a slot. 32 bytes.
+// slotInfo is the ledger's side of a slot. 24 bytes.
 type slotInfo struct {
 	generation kvferry.Generation // that it has, or will have when it is committed
 	crc        uint32
 	block      recordID
 	next       SlotRef // of the same block
-	pins       uint32
-	shard      uint16
+	pins       uint16
+	shard      uint8
 	state      SlotState
 }
+
+// pinsMax bounds the pins of one slot; above it a Pin finds nothing there.
+const pinsMax = math.MaxUint16
 
 type slab struct {
 	slotBytes uint64
 	slots     []slotInfo // nil: the slab is free
 	used      int        // slots that are not free
 	touched   int64      // last time that one of its slots was committed or read
-}
-
-// class is all slabs of one slot length: their free slots, and the blocks in them that may leave.
-type class struct {
-	slotBytes uint64
-	free      []SlotRef
-	leaves    leafHeap
+	store     StoreID
 }
 
 func (l *Ledger) slot(s SlotRef) *slotInfo {
 	slab, slot := s.split()
 	return &l.slabs[slab].slots[slot]
-}
-
-func (l *Ledger) class(slotBytes uint64) *class {
-	c := l.classes[slotBytes]
-	if c == nil {
-		c = &class{slotBytes: slotBytes, leaves: leafHeap{l: l}}
-		l.classes[slotBytes] = c
-	}
-	return c
 }
 
 // slotEventLocked moves a slot along its state machine and keeps what is counted by state.
@@ -79,13 +68,15 @@ func (l *Ledger) slotEventLocked(m *slotInfo, e slotEvent) {
 }
 
 func (l *Ledger) addSlabLocked(i int, slotBytes uint64, n int) {
-	l.slabs[i] = slab{slotBytes: slotBytes, slots: make([]slotInfo, n)}
-	l.freeSlabs--
-	l.class(slotBytes)
+	k := l.slabs[i].store
+	l.slabs[i] = slab{slotBytes: slotBytes, slots: make([]slotInfo, n), store: k}
+	l.stores[k].freeSlabs--
+	l.class(l.stores[k], slotBytes).slots += n
 }
 
 func (l *Ledger) freeSlabLocked(i int) {
-	c := l.class(l.slabs[i].slotBytes)
+	st := l.stores[l.slabs[i].store]
+	c := l.class(st, l.slabs[i].slotBytes)
 	kept := c.free[:0]
 	for _, s := range c.free {
 		if k, _ := s.split(); k != i {
@@ -93,44 +84,41 @@ func (l *Ledger) freeSlabLocked(i int) {
 		}
 	}
 	c.free = kept
-	l.slots.FreeSlab(i)
-	l.slabs[i] = slab{}
-	l.freeSlabs++
-}
-
-// rebuildFree lists the free slots of a class after adoption.
-func (c *class) rebuildFree(l *Ledger) {
-	c.free = c.free[:0]
-	for i := range l.slabs {
-		if l.slabs[i].slotBytes != c.slotBytes {
-			continue
-		}
-		for k := range l.slabs[i].slots {
-			if l.slabs[i].slots[k].state == SlotFree {
-				c.free = append(c.free, makeSlotRef(i, k))
-			}
-		}
-	}
+	c.slots -= len(l.slabs[i].slots)
+	st.slots.FreeSlab(i - st.first)
+	l.slabs[i] = slab{store: l.slabs[i].store}
+	st.freeSlabs++
 }
 
 // takeSlotLocked hands a free slot to a block.
 func (l *Ledger) takeSlotLocked(s SlotRef, id recordID, shard uint16) {
 	i, _ := s.split()
+	st := l.storeOf(s)
+	_, had := l.storeInLocked(id, st.tier)
 	m, r := l.slot(s), l.recs.at(id)
-	m.block, m.shard, m.next, m.crc = id, shard, r.slots, 0
+	m.block, m.shard, m.next, m.crc = id, uint8(shard), r.slots, 0
 	r.slots = s
-	r.filling++
+	r.filling[st.tier]++
 	l.slabs[i].used++
-	l.usedBytes += l.slabs[i].slotBytes
-	l.spaces[r.space].slots++
-	l.leafRemoveLocked(id)
+	st.usedBytes += l.slabs[i].slotBytes
+	l.spaces[r.space].slots[st.tier]++
+	if !had {
+		st.blocks++
+		if r.parent != 0 {
+			l.recs.aside(r.parent).children[st.tier]++
+			l.leafChangedLocked(r.parent)
+		}
+	}
+	l.leafChangedLocked(id)
 }
 
-// releaseSlotLocked takes a slot that is leaving and quiet from its block and makes it free.
+// releaseSlotLocked takes a slot that nobody touches any more from its block and makes it free.
 func (l *Ledger) releaseSlotLocked(s SlotRef) {
-	i, k := s.split()
+	i, _ := s.split()
+	st, localSlab, localSlot := l.local(s)
 	m := l.slot(s)
-	r := l.recs.at(m.block)
+	id := m.block
+	r := l.recs.at(id)
 	for p := &r.slots; ; p = &l.slot(*p).next {
 		if *p == s {
 			*p = m.next
@@ -139,48 +127,55 @@ func (l *Ledger) releaseSlotLocked(s SlotRef) {
 	}
 	l.slotEventLocked(m, slotQuiet)
 	*m = slotInfo{generation: m.generation}
-	l.slots.Clear(i, k)
+	st.slots.Clear(localSlab, localSlot)
 	l.slabs[i].used--
-	l.usedBytes -= l.slabs[i].slotBytes
-	l.spaces[r.space].slots--
-	c := l.class(l.slabs[i].slotBytes)
+	st.usedBytes -= l.slabs[i].slotBytes
+	l.spaces[r.space].slots[st.tier]--
+	c := l.class(st, l.slabs[i].slotBytes)
 	c.free = append(c.free, s)
+	if _, has := l.storeInLocked(id, st.tier); !has {
+		st.blocks--
+		if r.parent != 0 {
+			l.recs.aside(r.parent).children[st.tier]--
+			l.leafChangedLocked(r.parent)
+		}
+	}
 }
 
-// shardSlotLocked is the slot that a shard of a block has, in whatever state.
-func (l *Ledger) shardSlotLocked(id recordID, shard uint16) SlotRef {
+// shardSlotLocked is the slot that a shard of a block has in a tier, filling or resident.
+func (l *Ledger) shardSlotLocked(id recordID, shard uint16, tier int) SlotRef {
 	for s := l.recs.at(id).slots; s != 0; s = l.slot(s).next {
-		if m := l.slot(s); m.shard == shard && m.state != SlotLeaving {
+		if m := l.slot(s); m.shard == uint8(shard) && m.state != SlotLeaving && l.storeOf(s).tier == tier {
 			return s
 		}
 	}
 	return 0
 }
 
-// allocateLocked finds a free slot: one of the class, one of a free slab, that of the class's own coldest leaf, or one of another class's coldest slab.
-func (l *Ledger) allocateLocked(c *class) (SlotRef, bool) {
+// allocateLocked finds a free slot: one of the class, one of a free slab, that of the class's own next block to leave, or one of another class's coldest slab.
+func (l *Ledger) allocateLocked(now int64, c *class) (SlotRef, bool) {
 	for {
 		if n := len(c.free); n > 0 {
 			s := c.free[n-1]
 			c.free = c.free[:n-1]
 			return s, true
 		}
-		if i := l.freeSlabIndex(); i >= 0 {
+		if i := l.freeSlabIndex(c.store); i >= 0 {
 			l.formatLocked(i, c)
 			continue
 		}
-		if l.evictLeafLocked(c) {
+		if l.evictLeafLocked(now, c) {
 			continue
 		}
-		if !l.reclaimLocked(c) {
+		if !l.reclaimLocked(now, c) {
 			return 0, false
 		}
 	}
 }
 
-// reclaimLocked gives a class the coldest slab of another one, if that was used last before anything that would leave of its own.
-func (l *Ledger) reclaimLocked(c *class) bool {
-	i := l.coldestSlabLocked(c)
+// reclaimLocked gives a class the coldest slab of another one of its store, if that was used last before anything that would leave of its own.
+func (l *Ledger) reclaimLocked(now int64, c *class) bool {
+	i := l.coldestSlabLocked(now, c)
 	if i < 0 {
 		return false
 	}
@@ -189,11 +184,11 @@ func (l *Ledger) reclaimLocked(c *class) bool {
 	return true
 }
 
-func (l *Ledger) freeSlabIndex() int {
-	if l.freeSlabs == 0 {
+func (l *Ledger) freeSlabIndex(st *store) int {
+	if st.freeSlabs == 0 {
 		return -1
 	}
-	for i := range l.slabs {
+	for i := st.first; i < st.first+st.slabs; i++ {
 		if l.slabs[i].slots == nil {
 			return i
 		}
@@ -202,30 +197,30 @@ func (l *Ledger) freeSlabIndex() int {
 }
 
 func (l *Ledger) formatLocked(i int, c *class) {
-	n := l.slots.FormatSlab(i, c.slotBytes)
+	n := c.store.slots.FormatSlab(i-c.store.first, c.slotBytes)
 	l.addSlabLocked(i, c.slotBytes, n)
 	for k := n - 1; k >= 0; k-- {
 		c.free = append(c.free, makeSlotRef(i, k))
 	}
 }
 
-// coldestSlabLocked is a slab of another class, all of which may leave, that was used last before this class's own next block to leave; -1 when there is none.
-func (l *Ledger) coldestSlabLocked(c *class) int {
-	if len(l.classes) == 1 {
+// coldestSlabLocked is a slab of another class of the store, all of which may leave, that was used last before this class's own next block to leave; -1 when there is none.
+func (l *Ledger) coldestSlabLocked(now int64, c *class) int {
+	if len(c.store.classes) == 1 {
 		return -1
 	}
 	before := int64(math.MaxInt64)
-	if id, ok := c.leaves.peek(); ok {
-		before = l.stampOf(id)
+	if id, ok := c.leaves.Next(now); ok {
+		before = l.Stamp(id)
 	}
 	leased, ok := l.leasedSlabsLocked()
 	if !ok {
 		return -1
 	}
 	best := -1
-	for i := range l.slabs {
+	for i := c.store.first; i < c.store.first+c.store.slabs; i++ {
 		s := &l.slabs[i]
-		if s.slotBytes != c.slotBytes && s.touched < before && !leased[i] && l.slabMayLeaveLocked(s) {
+		if s.slots != nil && s.slotBytes != c.slotBytes && s.touched < before && !leased[i] && l.slabMayLeaveLocked(s) {
 			best, before = i, s.touched
 		}
 	}
@@ -271,7 +266,7 @@ func (l *Ledger) emptySlabLocked(i int) {
 	l.counts.Reclaimed++
 	for k := range l.slabs[i].slots {
 		if l.slabs[i].slots[k].state == SlotResident {
-			l.evictSlotLocked(makeSlotRef(i, k))
+			l.evictSlotLocked(makeSlotRef(i, k), Reclaimed)
 			l.counts.Evicted++
 		}
 	}
@@ -279,50 +274,129 @@ func (l *Ledger) emptySlabLocked(i int) {
 }
 
 // evictSlotLocked removes one resident slot. Where it is pinned it stays out of use, to be freed with the last pin.
-func (l *Ledger) evictSlotLocked(s SlotRef) {
+func (l *Ledger) evictSlotLocked(s SlotRef, why Reason) {
 	m := l.slot(s)
 	id := m.block
-	l.nonresidentLocked(id)
+	l.nonresidentLocked(s, why)
 	l.slotEventLocked(m, slotEvict)
+	l.leafChangedLocked(id)
 	if m.pins > 0 {
-		slab, slot := s.split()
-		l.slots.Clear(slab, slot) // no later daemon adopts it
-		l.leafChangedLocked(id)
+		st, slab, slot := l.local(s)
+		st.slots.Clear(slab, slot) // no later daemon adopts it
 		return
 	}
 	l.releaseSlotLocked(s)
 	l.dropIfEmptyLocked(id)
 }
 
+// residentLocked makes a filling slot resident.
+func (l *Ledger) residentLocked(now int64, s SlotRef, stamp int64, b Block) {
+	i, _ := s.split()
+	tier := l.storeOf(s).tier
+	m := l.slot(s)
+	r := l.recs.at(m.block)
+	l.slotEventLocked(m, slotCommit)
+	r.filling[tier]--
+	r.in[tier]++
+	if r.resident == 0 {
+		l.arrivedLocked(now, m.block, b)
+	}
+	if !l.elsewhereLocked(m.block, s) {
+		r.resident++
+		if l.isComplete(r) {
+			l.matchable++
+			l.spaces[r.space].complete++
+		}
+	}
+	if l.isIn(r, tier) {
+		l.complete[tier]++
+		l.spaces[r.space].inTier[tier]++
+		l.emitLocked(m.block, tier, Stored, 0)
+	}
+	r.stamp = max(r.stamp, stamp)
+	l.slabs[i].touched = max(l.slabs[i].touched, stamp)
+	l.leafChangedLocked(m.block)
+}
+
 // nonresidentLocked counts one resident shard of a block less.
-func (l *Ledger) nonresidentLocked(id recordID) {
+func (l *Ledger) nonresidentLocked(s SlotRef, why Reason) {
+	tier := l.storeOf(s).tier
+	id := l.slot(s).block
 	r := l.recs.at(id)
-	if l.complete(r) {
+	if l.isIn(r, tier) {
+		l.complete[tier]--
+		l.spaces[r.space].inTier[tier]--
+		l.emitLocked(id, tier, Removed, why)
+	}
+	r.in[tier]--
+	if l.elsewhereLocked(id, s) {
+		return
+	}
+	if l.isComplete(r) {
 		l.matchable--
 		l.spaces[r.space].complete--
 	}
-	r.resident--
+	if r.resident--; r.resident == 0 {
+		l.policy.Gone(r.stamp, l.Meta(id), hashLow(&r.hash))
+	}
 }
 
-// evictLeafLocked removes the block of a class that is to leave next. It answers false when none may.
-func (l *Ledger) evictLeafLocked(c *class) bool {
-	id, ok := c.leaves.pop()
+// elsewhereLocked tells whether the shard of a slot is resident in another one too.
+func (l *Ledger) elsewhereLocked(id recordID, s SlotRef) bool {
+	shard := l.slot(s).shard
+	for o := l.recs.at(id).slots; o != 0; o = l.slot(o).next {
+		if m := l.slot(o); o != s && m.shard == shard && m.state == SlotResident {
+			return true
+		}
+	}
+	return false
+}
+
+// arrivedLocked tells the policy of a block that was in no tier.
+func (l *Ledger) arrivedLocked(now int64, id recordID, b Block) {
+	r := l.recs.at(id)
+	r.used = false
+	var parent *policy.Meta
+	if r.parent != 0 && l.recs.at(r.parent).resident > 0 {
+		parent = l.Meta(r.parent)
+	}
+	l.policy.New(now, l.Meta(id), parent, policy.Arrival{Hash: hashLow(&r.hash), Partial: b.Partial, Retention: b.Retention})
+}
+
+// evictLeafLocked removes from a class the block that is to leave next. It answers false when none may.
+func (l *Ledger) evictLeafLocked(now int64, c *class) bool {
+	id, ok := c.leaves.Next(now)
 	if !ok {
 		return false
 	}
-	l.counts.Evicted++
-	l.removeBlockLocked(id)
+	l.leaveLocked(id, c.store.tier)
 	return true
 }
 
-// removeBlockLocked evicts all slots of a block, none of which is pinned or being filled.
-func (l *Ledger) removeBlockLocked(id recordID) {
-	for {
-		s := l.recs.at(id).slots
-		last := l.slot(s).next == 0
-		l.evictSlotLocked(s)
-		if last {
-			return
+// leaveLocked takes a block that may leave out of a tier.
+func (l *Ledger) leaveLocked(id recordID, tier int) {
+	why := Evicted
+	switch {
+	case tier == policy.NVMe:
+		l.counts.DriveEvicted++
+	case l.isIn(l.recs.at(id), policy.NVMe):
+		why = Demoted
+		l.counts.Released++
+	default:
+		l.counts.Evicted++
+	}
+	l.removeBlockLocked(id, tier, why)
+}
+
+// removeBlockLocked evicts all slots that a block has in a tier, none of which is pinned or being filled.
+func (l *Ledger) removeBlockLocked(id recordID, tier int, why Reason) {
+	var slots []SlotRef
+	for s := l.recs.at(id).slots; s != 0; s = l.slot(s).next {
+		if l.storeOf(s).tier == tier {
+			slots = append(slots, s)
 		}
+	}
+	for _, s := range slots {
+		l.evictSlotLocked(s, why)
 	}
 }

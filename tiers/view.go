@@ -2,40 +2,63 @@ package tiers
 
 import (
 	"bytes"
-	"fmt"
 	"time"
 
 	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/tiers/policy"
 )
 
-// Stats is the state of the tier at one moment. UsedBytes + FreeBytes = CapacityBytes, always.
-type Stats struct {
+// StoreStats is the state of the pool or of a drive. UsedBytes + FreeBytes = CapacityBytes, always.
+type StoreStats struct {
+	Tier                                kvferry.Tier
+	Closed                              bool
 	CapacityBytes, UsedBytes, FreeBytes uint64 // slabs; slots that are not free; the rest
-	Blocks                              int    // that Match can find
-	Records                             int    // blocks known, also incomplete ones and absent parents
-	Leases                              int
-	Pins                                int // slots, counted once for each hold
-	Filling                             int // slots
-	Spaces                              int
-	Counts                              Counts
+	Blocks                              int    // that have a slot there
+}
+
+// Stats is the state of the tiers at one moment.
+type Stats struct {
+	StoreStats // of the pool
+	Drives     []StoreStats
+	Blocks     int                  // that Match can find
+	InTier     [policy.NumTiers]int // of these, the ones that a tier has
+	Records    int                  // blocks known, also incomplete ones and absent parents
+	Leases     int
+	Pins       int // slots, counted once for each hold
+	Moving     int // slots from which a move reads
+	Filling    int // slots
+	Spaces     int
+	Counts     Counts
+	Change     uint64 // sequence number of the last change
+	Policy     string
 }
 
 // Stats takes them.
 func (l *Ledger) Stats() Stats {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	capacity := uint64(len(l.slabs)) * l.slots.SlabBytes()
-	return Stats{
-		CapacityBytes: capacity, UsedBytes: l.usedBytes, FreeBytes: capacity - l.usedBytes, Blocks: l.matchable, Records: l.recs.live,
-		Leases: l.holds.leases, Pins: l.holds.pins, Filling: l.filling, Spaces: len(l.byID), Counts: l.counts,
+	out := Stats{
+		Blocks: l.matchable, InTier: l.complete, Records: l.recs.live, Leases: l.holds.leases, Pins: l.holds.pins, Moving: l.moving, Filling: l.filling, Spaces: len(l.byID), Counts: l.counts,
+		Change: l.changes.last, Policy: l.policy.Name(),
 	}
+	for _, st := range l.stores {
+		capacity := uint64(st.slabs) * st.slots.SlabBytes()
+		s := StoreStats{Tier: tierOf(st.tier), Closed: st.closed, CapacityBytes: capacity, UsedBytes: st.usedBytes, FreeBytes: capacity - st.usedBytes, Blocks: st.blocks}
+		if st.tier == policy.DRAM {
+			out.StoreStats = s
+		} else {
+			out.Drives = append(out.Drives, s)
+		}
+	}
+	return out
 }
 
-// SpaceStats is what a space has in the tier.
+// SpaceStats is what a space has.
 type SpaceStats struct {
 	Shape  SpaceShape
-	Blocks int // with all of their shards
-	Bytes  uint64
+	Blocks int                     // with all of their shards
+	InTier [policy.NumTiers]int    // of these, the ones that a tier has
+	Bytes  [policy.NumTiers]uint64 // of slots
 }
 
 // Spaces lists the spaces that are known.
@@ -45,9 +68,14 @@ func (l *Ledger) Spaces() []SpaceStats {
 	var out []SpaceStats
 	for _, ref := range l.byID {
 		e := &l.spaces[ref]
-		if e.users > 0 || e.blocks > 0 {
-			out = append(out, SpaceStats{e.shape, e.complete, uint64(e.slots) * e.slotBytes})
+		if e.users == 0 && e.blocks == 0 {
+			continue
 		}
+		s := SpaceStats{Shape: e.shape, Blocks: e.complete, InTier: e.inTier}
+		for t, n := range e.slots {
+			s.Bytes[t] = uint64(n) * e.slotBytes
+		}
+		out = append(out, s)
 	}
 	return out
 }
@@ -71,8 +99,10 @@ type BlockView struct {
 	Space         kvferry.SpaceID
 	Hash, Parent  kvferry.Hash
 	Complete      bool
-	Reachable     bool // complete, and all of its ancestors
-	Resident      int  // shards
+	Reachable     bool                 // complete, and all of its ancestors
+	Resident      int                  // shards, in whatever tiers
+	InTier        [policy.NumTiers]int // shards
+	Drive         StoreID              // 0: it is on none
 	Children      int
 	Leases, Pins  int
 	Bytes         uint64
@@ -112,9 +142,14 @@ func (l *Ledger) viewLocked(now time.Time, id recordID, reachable map[recordID]b
 	r := l.recs.at(id)
 	e := &l.spaces[r.space]
 	v := BlockView{
-		Space: e.shape.ID, Hash: r.hash, Complete: l.complete(r), Resident: int(r.resident), Children: int(r.children), Leases: int(r.leases),
-		FillingShards: int(r.filling), Idle: now.Sub(time.Unix(0, r.stamp)),
+		Space: e.shape.ID, Hash: r.hash, Complete: l.isComplete(r), Resident: int(r.resident), Children: int(r.children), Leases: int(r.leases),
+		Idle: now.Sub(time.Unix(0, r.stamp)),
 	}
+	for t := range policy.NumTiers {
+		v.InTier[t] = int(r.in[t])
+		v.FillingShards += int(r.filling[t])
+	}
+	v.Drive, _ = l.storeInLocked(id, policy.NVMe)
 	for s := r.slots; s != 0; s = l.slot(s).next {
 		v.Pins += int(l.slot(s).pins)
 		v.Bytes += e.slotBytes
@@ -136,7 +171,7 @@ func (l *Ledger) reachableLocked(id recordID, known map[recordID]bool) bool {
 			break
 		}
 		walked = append(walked, id)
-		if !l.complete(l.recs.at(id)) {
+		if !l.isComplete(l.recs.at(id)) {
 			yes = false
 			break
 		}
@@ -145,134 +180,4 @@ func (l *Ledger) reachableLocked(id recordID, known map[recordID]bool) bool {
 		known[w] = yes
 	}
 	return yes
-}
-
-// Check proves the book against itself and against the slots' headers, and names the first thing that does not add up. It is for tests and the simulation: it holds the mutex for as long as it takes.
-func (l *Ledger) Check() error {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if err := l.checkSlotsLocked(); err != nil {
-		return err
-	}
-	if err := l.checkRecordsLocked(); err != nil {
-		return err
-	}
-	if c := l.counts; c.Asked != c.DRAM+c.Peer+c.Missed {
-		return fmt.Errorf("lookups: asked %d, dram %d + peer %d + missed %d", c.Asked, c.DRAM, c.Peer, c.Missed)
-	}
-	return nil
-}
-
-func (l *Ledger) checkSlotsLocked() error {
-	var used uint64
-	free, pins := map[SlotRef]bool{}, map[SlotRef]int{}
-	for _, c := range l.classes {
-		for _, s := range c.free {
-			if free[s] {
-				return fmt.Errorf("slot %d is free twice", s)
-			}
-			free[s] = true
-		}
-	}
-	for _, h := range l.holds.byID {
-		for _, s := range h.slots {
-			pins[s]++
-		}
-	}
-	slabsFree := 0
-	for i := range l.slabs {
-		sl := &l.slabs[i]
-		if sl.slots == nil {
-			slabsFree++
-		}
-		n := 0
-		for k := range sl.slots {
-			s, m := makeSlotRef(i, k), &sl.slots[k]
-			if (m.state == SlotFree) != free[s] {
-				return fmt.Errorf("slot %d is %v and free=%v", s, m.state, free[s])
-			}
-			if int(m.pins) != pins[s] {
-				return fmt.Errorf("slot %d has %d pins, held %d times", s, m.pins, pins[s])
-			}
-			if m.state == SlotFree {
-				continue
-			}
-			n++
-			g := l.slots.Generation(i, k)
-			if m.state == SlotResident && g != m.generation || m.state == SlotFilling && (!g.Filling() || g+1 != m.generation) {
-				return fmt.Errorf("slot %d is %v with generation %d, header says %d", s, m.state, m.generation, g)
-			}
-			if m.state == SlotLeaving && m.pins == 0 {
-				return fmt.Errorf("slot %d is leaving and nothing holds it", s)
-			}
-			if m.state != SlotLeaving && l.shardSlotLocked(m.block, m.shard) != s {
-				return fmt.Errorf("slot %d is not its block's", s)
-			}
-		}
-		if n != sl.used {
-			return fmt.Errorf("slab %d has %d slots in use, counted %d", i, n, sl.used)
-		}
-		used += uint64(n) * sl.slotBytes
-	}
-	if used != l.usedBytes || slabsFree != l.freeSlabs {
-		return fmt.Errorf("used %d bytes, counted %d; %d slabs free, counted %d", used, l.usedBytes, slabsFree, l.freeSlabs)
-	}
-	return nil
-}
-
-func (l *Ledger) checkRecordsLocked() error {
-	children, leases := map[recordID]uint32{}, map[recordID]uint32{}
-	for _, h := range l.holds.byID {
-		if h.block != 0 {
-			leases[h.block]++
-		}
-	}
-	live, matchable := 0, 0
-	for id := recordID(1); id < l.recs.next; id++ {
-		r := l.recs.at(id)
-		if r.hash.IsZero() && r.slots == 0 { // a free record
-			continue
-		}
-		live++
-		if got := l.index.find(r.space, &r.hash); got != id {
-			return fmt.Errorf("block %v is not found", r.hash)
-		}
-		if r.parent != 0 {
-			children[r.parent]++
-		}
-		var resident, filling uint8
-		held := false
-		for s := r.slots; s != 0; s = l.slot(s).next {
-			m := l.slot(s)
-			held = held || m.pins > 0 || m.state == SlotLeaving
-			switch m.state {
-			case SlotResident:
-				resident++
-			case SlotFilling:
-				filling++
-			}
-		}
-		if resident != r.resident || filling != r.filling {
-			return fmt.Errorf("block %v has %d shards resident and %d filling, counted %d and %d", r.hash, resident, filling, r.resident, r.filling)
-		}
-		if l.complete(r) {
-			matchable++
-		}
-		may := r.slots != 0 && r.children == 0 && r.leases == 0 && filling == 0 && !held
-		if may != (r.heapPos >= 0) {
-			return fmt.Errorf("block %v may leave: %v, in the heap: %v", r.hash, may, r.heapPos >= 0)
-		}
-		if r.leases != leases[id] {
-			return fmt.Errorf("block %v has %d leases, held %d times", r.hash, r.leases, leases[id])
-		}
-	}
-	for id, n := range children {
-		if l.recs.at(id).children != n {
-			return fmt.Errorf("block %v has %d children, counted %d", l.recs.at(id).hash, n, l.recs.at(id).children)
-		}
-	}
-	if live != l.recs.live || matchable != l.matchable {
-		return fmt.Errorf("%d blocks, counted %d; %d matchable, counted %d", live, l.recs.live, matchable, l.matchable)
-	}
-	return nil
 }

@@ -42,7 +42,7 @@ func TestPendingIsNoLinkFailure(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		peer := &slowPrefill{reasons: make(chan string, 100)}
 		f := NewFetcher(FetcherConfig{
-			Epoch: kvferry.Epoch{1}, Ledger: tiers.New(tierstest.NewSlots(2, 2<<20), tiers.DefaultLimits), Control: peer, Counters: new(counters.Set), Log: slog.New(slog.DiscardHandler), Peers: 1,
+			Epoch: kvferry.Epoch{1}, Ledger: tiers.New(tiers.Config{Pool: tierstest.NewSlots(2, 2<<20), Limits: tiers.DefaultLimits}), Control: peer, Counters: new(counters.Set), Log: slog.New(slog.DiscardHandler), Peers: 1,
 			Resolve: func(_ context.Context, address string) (string, error) { return address, nil },
 		})
 		defer f.Close()

@@ -15,7 +15,7 @@ import (
 // bench is a registry with one offer of one rank, of blocks that are not here and will not come.
 func bench(t *testing.T) (*Registry, ClaimRequest) {
 	t.Helper()
-	ledger := tiers.New(tierstest.NewSlots(2, 2<<20), tiers.DefaultLimits)
+	ledger := tiers.New(tiers.Config{Pool: tierstest.NewSlots(2, 2<<20), Limits: tiers.DefaultLimits})
 	if _, err := ledger.Space(tiers.SpaceShape{ID: [32]byte{1}, Shards: 1, ShardBytes: 4096}); err != nil {
 		t.Fatal(err)
 	}

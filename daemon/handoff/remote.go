@@ -133,7 +133,7 @@ func (r *remote) read(ctx context.Context, a ClaimAnswer, at []int) (again []int
 	}
 	var running []int
 	pool := r.f.cfg.Pool.ID
-	for k, fill := range r.f.cfg.Ledger.BeginFill(r.q.Space, r.q.Shard, blocks) {
+	for k, fill := range r.f.cfg.Ledger.BeginFill(time.Now(), r.q.Space, r.q.Shard, blocks) {
 		i := source[k]
 		switch fill.Status {
 		case tiers.FillNew:

@@ -15,6 +15,7 @@ import (
 	"github.com/kvferry/kvferry/daemon/session"
 	pb "github.com/kvferry/kvferry/proto/kvferry/v1"
 	"github.com/kvferry/kvferry/tiers"
+	"github.com/kvferry/kvferry/tiers/policy"
 	"github.com/kvferry/kvferry/tiers/pool"
 )
 
@@ -44,7 +45,7 @@ func (a *Admin) Status(context.Context, *pb.StatusRequest) (*pb.StatusResponse, 
 		OffersOpen: uint32(a.Registry.OpenOffers()), TransfersQueued: uint32(link.Queued), TransfersRunning: uint32(link.Running), Draining: !a.Draining().IsZero(),
 		Claims: uint32(a.Registry.ActiveClaims()),
 		Tiers: []*pb.TierStatus{{
-			Tier: kvferry.DRAM.String(), CapacityBytes: st.CapacityBytes, UsedBytes: st.UsedBytes, FreeBytes: st.FreeBytes, Blocks: uint64(st.Blocks),
+			Tier: kvferry.DRAM.String(), CapacityBytes: st.CapacityBytes, UsedBytes: st.UsedBytes, FreeBytes: st.FreeBytes, Blocks: uint64(st.InTier[policy.DRAM]),
 			LeasedBlocks: uint64(st.Leases), PinnedSlots: uint64(st.Pins), FillingSlots: uint64(st.Filling),
 		}},
 		Problems: a.problems(st),
@@ -75,7 +76,7 @@ func LedgerCounters(c tiers.Counts) []counters.Count {
 		return counters.Count{Key: counters.Key{Name: name, Reason: reason}, Value: v}
 	}
 	return []counters.Count{
-		n("lookup_blocks", "dram", c.DRAM), n("lookup_blocks", "peer", c.Peer), n("lookup_blocks", "miss", c.Missed), n("removed_blocks", "evicted", c.Evicted), n("removed_blocks", "dropped", c.Dropped),
+		n("lookup_blocks", "dram", c.DRAM), n("lookup_blocks", "nvme", c.NVMe), n("lookup_blocks", "peer", c.Peer), n("lookup_blocks", "miss", c.Missed), n("removed_blocks", "evicted", c.Evicted), n("removed_blocks", "dropped", c.Dropped),
 		n("removed_blocks", "incomplete", c.Incomplete), n("slabs", "reclaimed", c.Reclaimed),
 	}
 }
@@ -134,7 +135,7 @@ func (a *Admin) Workers(context.Context, *pb.WorkersRequest) (*pb.WorkersRespons
 func (a *Admin) Spaces(context.Context, *pb.SpacesRequest) (*pb.SpacesResponse, error) {
 	r := &pb.SpacesResponse{}
 	for _, s := range a.Ledger.Spaces() {
-		i := &pb.SpaceInfo{SpaceId: s.Shape.ID[:], ShardBytes: s.Shape.ShardBytes, Shards: uint32(s.Shape.Shards), Blocks: uint64(s.Blocks), Bytes: s.Bytes}
+		i := &pb.SpaceInfo{SpaceId: s.Shape.ID[:], ShardBytes: s.Shape.ShardBytes, Shards: uint32(s.Shape.Shards), Blocks: uint64(s.Blocks), Bytes: s.Bytes[policy.DRAM] + s.Bytes[policy.NVMe]}
 		if space, ok := a.Sessions.Space(s.Shape.ID); ok {
 			i.Space, i.Preimage = spaceProto(space), space.Preimage()
 		}
@@ -169,10 +170,21 @@ func (a *Admin) Blocks(_ context.Context, q *pb.BlocksRequest) (*pb.BlocksRespon
 	for _, v := range views {
 		r.Blocks = append(r.Blocks, &pb.BlockInfo{
 			SpaceId: v.Space[:], Hash: v.Hash[:], Parent: v.Parent[:], Matchable: v.Reachable, ShardsResident: uint32(v.Resident), Children: uint32(v.Children),
-			Leases: uint32(v.Leases), Pins: uint32(v.Pins), Tier: kvferry.DRAM.String(), Bytes: v.Bytes, IdleMs: v.Idle.Milliseconds(),
+			Leases: uint32(v.Leases), Pins: uint32(v.Pins), Tier: tiersOf(v), Bytes: v.Bytes, IdleMs: v.Idle.Milliseconds(),
 		})
 	}
 	return r, nil
+}
+
+// tiersOf names the tiers that have something of a block.
+func tiersOf(v tiers.BlockView) string {
+	switch {
+	case v.InTier[policy.NVMe] == 0:
+		return kvferry.DRAM.String()
+	case v.InTier[policy.DRAM] == 0:
+		return kvferry.NVMe.String()
+	}
+	return kvferry.DRAM.String() + "+" + kvferry.NVMe.String()
 }
 
 // Offers is pb.AdminServer.

@@ -131,7 +131,7 @@ func (s *Session) Store(r Store) {
 		o.finish(OutcomeRevoked, "", 0, 0)
 		return
 	}
-	fills := s.m.cfg.Ledger.BeginFill(space, s.shard(), blocks)
+	fills := s.m.cfg.Ledger.BeginFill(time.Now(), space, s.shard(), blocks)
 	var todo []tiers.Fill
 	t := &mover.Transfer{Class: kvferry.ClassStore, Copier: reg.copier, Deadline: time.Now().Add(r.Deadline)}
 	present, busy := 0, 0

@@ -83,8 +83,8 @@ func (n *node) start() {
 	d := &daemon{node: n, epoch: kvferry.Epoch{byte(n.index + 1), n.epochs}, pool: p, memory: transport.Memory{ID: 1, Bytes: p.Bytes()}, gate: &gate{}, targets: map[kvferry.RegionID]*target{}, direct: n.w.seed%4 > 0}
 	d.ctx, d.end = context.WithCancel(context.Background())
 	d.slots = &slots{Pool: p, w: n.w, reserved: map[uint64]bool{}, resident: map[uint64]bool{}, writers: map[uint64]int{}, flipped: &n.flipped}
-	d.ledger = tiers.New(d.slots, tiers.DefaultLimits)
-	d.ledger.Adopt(found)
+	d.ledger = tiers.New(tiers.Config{Pool: d.slots, Limits: tiers.DefaultLimits})
+	d.ledger.Adopt(time.Now(), 0, found)
 	log := slog.New(slog.DiscardHandler)
 	offers := handoff.DefaultLimits
 	offers.ClaimLease, offers.OpenEnded = claimLease, 5*time.Second

@@ -117,6 +117,7 @@ type Header struct {
 	Shard      uint16
 	Shards     uint16
 	StoredMs   uint64
+	FromDrive  bool // while it is filled: a device writes the payload, and may go on when the daemon is dead
 }
 
 // States of a slot as they stand in its header; they are those of tiers.SlotState.
@@ -238,6 +239,7 @@ func (p *Pool) Fill(slab, slot int) kvferry.Generation {
 	} // else: a fill that was given up
 	atomic.StoreUint64(g, gen)
 	binary.LittleEndian.PutUint32(h[8:], stateFilling)
+	h[136] = 0
 	sealHeader(h, gen)
 	p.generation = max(p.generation, gen+1)
 	return kvferry.Generation(gen + 1)
@@ -256,6 +258,7 @@ func (p *Pool) Publish(slab, slot int, hd Header) {
 func (p *Pool) Clear(slab, slot int) {
 	h := p.header(slab, slot)
 	binary.LittleEndian.PutUint32(h[8:], stateFree)
+	h[136] = 0
 	sealHeader(h, binary.LittleEndian.Uint64(h))
 }
 
@@ -276,6 +279,16 @@ func putHeader(h []byte, hd Header) {
 	binary.LittleEndian.PutUint16(h[126:], hd.Shards)
 	binary.LittleEndian.PutUint64(h[128:], hd.StoredMs)
 	clear(h[136:])
+	if hd.FromDrive {
+		h[136] = 1
+	}
+}
+
+// MarkFromDrive notes that a device fills the slot: a later daemon must not use it before the device is done.
+func (p *Pool) MarkFromDrive(slab, slot int) {
+	h := p.header(slab, slot)
+	h[136] = 1
+	sealHeader(h, binary.LittleEndian.Uint64(h))
 }
 
 // sealHeader sets the header's checksum as it will be once its generation is gen.
@@ -308,6 +321,7 @@ func ParseHeader(h []byte) (Header, bool) {
 		Shard:      binary.LittleEndian.Uint16(h[124:]),
 		Shards:     binary.LittleEndian.Uint16(h[126:]),
 		StoredMs:   binary.LittleEndian.Uint64(h[128:]),
+		FromDrive:  h[136] == 1,
 	}
 	copy(hd.Hash[:], h[16:48])
 	copy(hd.Space[:], h[48:80])
@@ -315,10 +329,11 @@ func ParseHeader(h []byte) (Header, bool) {
 	return hd, true
 }
 
-// Resident is a slot that Scan found to be worth keeping.
+// Resident is a slot that the scan found to be worth keeping, or one that must not be used yet.
 type Resident struct {
 	Slab, Slot int
 	Header     Header
+	Aside      bool // a device may still be writing into it
 }
 
 // scan rebuilds the slabs of an adopted file. Every generation is raised above the old maximum, so that whoever still maps the file from before finds none that it was given.
@@ -342,6 +357,9 @@ func (p *Pool) scan() []Resident {
 			}
 			if ok && h.State == stateResident && !h.Generation.Filling() && h.Length > 0 && h.Length <= slotBytes {
 				keep = append(keep, Resident{Slab: i, Slot: k, Header: h})
+			} else if ok && h.State == stateFilling && h.FromDrive {
+				keep = append(keep, Resident{Slab: i, Slot: k, Header: h, Aside: true})
+				p.dropped++
 			} else if !ok || h.State != stateFree {
 				p.dropped++
 			}

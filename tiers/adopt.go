@@ -1,0 +1,116 @@
+package tiers
+
+import (
+	"time"
+
+	"github.com/kvferry/kvferry/tiers/pool"
+)
+
+// driveTimeout is how long a device may still write into a pool slot that an earlier daemon was reading it into when it was killed.
+const driveTimeout = 30 * time.Second
+
+// setAside is a slot that nobody may use until then.
+type setAside struct {
+	slot  SlotRef
+	until time.Time
+}
+
+// Adopt takes over the slots of a store that an earlier daemon left. It is called once for each store, the pool first, before anything else.
+func (l *Ledger) Adopt(now time.Time, id StoreID, found []pool.Resident) (kept int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	st := l.stores[id]
+	for i := range st.slabs {
+		if slotBytes, n := st.slots.SlabInUse(i); n > 0 {
+			l.addSlabLocked(st.first+i, slotBytes, n)
+		}
+	}
+	for _, r := range found {
+		switch {
+		case r.Aside:
+			l.setAsideLocked(now, makeSlotRef(st.first+r.Slab, r.Slot))
+		case l.adoptLocked(now, st, r):
+			kept++
+		default:
+			st.slots.Clear(r.Slab, r.Slot)
+		}
+	}
+	for _, c := range st.classes {
+		l.rebuildFreeLocked(c)
+	}
+	for i := st.first; i < st.first+st.slabs; i++ {
+		if l.slabs[i].slots != nil && l.slabs[i].used == 0 {
+			l.freeSlabLocked(i)
+		}
+	}
+	return kept
+}
+
+func (l *Ledger) adoptLocked(now time.Time, st *store, r pool.Resident) bool {
+	h := r.Header
+	ref, err := l.spaceLocked(SpaceShape{ID: h.Space, Shards: h.Shards, ShardBytes: h.Length})
+	slotBytes, _ := st.slots.SlabInUse(r.Slab)
+	if err != nil || slotBytes != l.spaces[ref].slotBytes || h.Shard >= h.Shards {
+		return false
+	}
+	b := Block{Hash: h.Hash, Parent: h.Parent}
+	id := l.recordLocked(ref, b)
+	s := makeSlotRef(st.first+r.Slab, r.Slot)
+	k, has := l.storeInLocked(id, st.tier)
+	if l.shardSlotLocked(id, h.Shard, st.tier) != 0 || (has && l.stores[k] != st) { // the first of two copies in a tier wins: their bytes are the same. Shards of a block share a drive
+		l.dropIfEmptyLocked(id)
+		return false
+	}
+	m := l.slot(s)
+	l.slotEventLocked(m, slotFill)
+	l.takeSlotLocked(s, id, h.Shard)
+	m.generation, m.crc = h.Generation, h.CRC32C
+	used := time.UnixMilli(int64(min(h.StoredMs, uint64(now.UnixMilli())))) // clocks jump, and headers may say anything
+	l.residentLocked(now.UnixNano(), s, used.UnixNano(), b)
+	if !l.isComplete(l.recs.at(id)) {
+		l.partial = append(l.partial, partialBlock{ref, h.Hash, now.Add(l.limits.IncompleteKept)})
+	}
+	return true
+}
+
+// rebuildFreeLocked lists the free slots of a class.
+func (l *Ledger) rebuildFreeLocked(c *class) {
+	c.free = c.free[:0]
+	for i := c.store.first; i < c.store.first+c.store.slabs; i++ {
+		if l.slabs[i].slots == nil || l.slabs[i].slotBytes != c.slotBytes {
+			continue
+		}
+		for k := range l.slabs[i].slots {
+			if l.slabs[i].slots[k].state == SlotFree {
+				c.free = append(c.free, makeSlotRef(i, k))
+			}
+		}
+	}
+}
+
+// setAsideLocked keeps a free slot out of use for as long as a device may write there.
+func (l *Ledger) setAsideLocked(now time.Time, s SlotRef) {
+	m := l.slot(s)
+	l.slotEventLocked(m, slotFill)
+	l.slotEventLocked(m, slotAbort)
+	i, _ := s.split()
+	l.slabs[i].used++
+	l.storeOf(s).usedBytes += l.slabs[i].slotBytes
+	l.apart = append(l.apart, setAside{s, now.Add(driveTimeout)})
+}
+
+func (l *Ledger) expireAsideLocked(now time.Time) {
+	n := 0
+	for ; n < len(l.apart) && !l.apart[n].until.After(now); n++ {
+		s := l.apart[n].slot
+		i, _ := s.split()
+		st, slab, slot := l.local(s)
+		l.slotEventLocked(l.slot(s), slotQuiet)
+		st.slots.Clear(slab, slot)
+		l.slabs[i].used--
+		st.usedBytes -= l.slabs[i].slotBytes
+		c := l.class(st, l.slabs[i].slotBytes)
+		c.free = append(c.free, s)
+	}
+	l.apart = append(l.apart[:0], l.apart[n:]...)
+}

@@ -1,0 +1,95 @@
+package tiers
+
+import (
+	"github.com/kvferry/kvferry/tiers/policy"
+)
+
+// StoreID names one memory of the node: 0 is the pool, the drives come after it in the order of Config.Drives.
+type StoreID uint16
+
+// poolStore is the only store of the DRAM tier.
+const poolStore StoreID = 0
+
+// store is the pool, or a drive.
+type store struct {
+	tier      int
+	slots     Slots
+	first     int // number of its first slab among all
+	slabs     int
+	classes   map[uint64]*class
+	freeSlabs int
+	usedBytes uint64
+	blocks    int  // that have a slot here
+	closed    bool // nothing is written to it, and what only it has is not found
+}
+
+// class is all slabs of a store of one slot length: their free slots, and the blocks in them that may leave.
+type class struct {
+	store     *store
+	slotBytes uint64
+	slots     int
+	free      []SlotRef
+	leaves    policy.Set
+	leaving   int // slots from which blocks are being moved, to be free when that has succeeded
+}
+
+func (l *Ledger) addStoreLocked(tier int, slots Slots) {
+	st := &store{tier: tier, slots: slots, first: len(l.slabs), slabs: slots.Slabs(), freeSlabs: slots.Slabs(), classes: map[uint64]*class{}}
+	id := StoreID(len(l.stores))
+	l.stores = append(l.stores, st)
+	for range st.slabs {
+		l.slabs = append(l.slabs, slab{store: id})
+	}
+}
+
+func (l *Ledger) class(st *store, slotBytes uint64) *class {
+	c := st.classes[slotBytes]
+	if c == nil {
+		c = &class{store: st, slotBytes: slotBytes, leaves: l.policy.NewSet(l, st.tier)}
+		st.classes[slotBytes] = c
+	}
+	return c
+}
+
+// storeOf is where a slot lies.
+func (l *Ledger) storeOf(s SlotRef) *store {
+	i, _ := s.split()
+	return l.stores[l.slabs[i].store]
+}
+
+// storeInLocked is the store in which a block has slots of a tier; false when it has none there. Shards of a block share a drive.
+func (l *Ledger) storeInLocked(id recordID, tier int) (StoreID, bool) {
+	for s := l.recs.at(id).slots; s != 0; s = l.slot(s).next {
+		i, _ := s.split()
+		if k := l.slabs[i].store; l.stores[k].tier == tier {
+			return k, true
+		}
+	}
+	return 0, false
+}
+
+// local is a slot's slab as its store counts them, and its number in it.
+func (l *Ledger) local(s SlotRef) (st *store, slab, slot int) {
+	i, k := s.split()
+	st = l.stores[l.slabs[i].store]
+	return st, i - st.first, k
+}
+
+// SetOpen closes a drive that is in trouble, or opens it again: while it is closed nothing is moved there, and blocks that only it has are not found. What it has stays in the book.
+func (l *Ledger) SetOpen(id StoreID, open bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.stores[id].closed = !open
+}
+
+// Meta is policy.Table.
+func (l *Ledger) Meta(id policy.ID) *policy.Meta { return &l.recs.aside(id).meta }
+
+// Stamp is policy.Table.
+func (l *Ledger) Stamp(id policy.ID) int64 {
+	r := l.recs.at(id)
+	if !l.isComplete(r) {
+		return 0
+	}
+	return r.stamp
+}
