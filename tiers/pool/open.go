@@ -57,22 +57,25 @@ func (p *Pool) open() (keep []Resident, err error) {
 	return keep, err
 }
 
-// openOwn opens a file that must be a regular one of this daemon's own, closed to everybody else: its directory may be everybody's, and who owns the file can write what workers read.
-func openOwn(path string, flags int) (*os.File, error) {
+// openOwn is OpenOwn for a pool.
+func openOwn(path string, flags int) (*os.File, error) { return OpenOwn(path, flags, ErrForeign) }
+
+// OpenOwn opens a file that must be a regular one of this daemon's own, closed to everybody else: its directory may be everybody's, and who owns the file can write what workers read. What is something else is refused with foreign.
+func OpenOwn(path string, flags int, foreign error) (*os.File, error) {
 	f, err := os.OpenFile(path, flags|unix.O_NOFOLLOW, 0o600)
 	if errors.Is(err, unix.ELOOP) {
-		return nil, fmt.Errorf("%w: %s is a symbolic link", ErrForeign, path)
+		return nil, fmt.Errorf("%w: %s is a symbolic link", foreign, path)
 	}
 	if err != nil {
 		return nil, err
 	}
 	st, err := f.Stat()
 	if err == nil && !st.Mode().IsRegular() {
-		err = fmt.Errorf("%w: %s is not a regular file", ErrForeign, path)
+		err = fmt.Errorf("%w: %s is not a regular file", foreign, path)
 	}
 	if err == nil {
 		if sys, ok := st.Sys().(*syscall.Stat_t); !ok || sys.Uid != uint32(os.Geteuid()) || st.Mode().Perm()&0o077 != 0 {
-			err = fmt.Errorf("%w: %s has another owner, or mode %v: must be this daemon's own, and 0600", ErrForeign, path, st.Mode().Perm())
+			err = fmt.Errorf("%w: %s has another owner, or mode %v: must be this daemon's own, and 0600", foreign, path, st.Mode().Perm())
 		}
 	}
 	if err != nil {

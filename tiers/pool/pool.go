@@ -27,13 +27,17 @@ const (
 	superMagic = 0x314c4f4f5046564b // "KVFPOOL1"
 	slabMagic  = 0x3142414c5346564b // "KVFSLAB1"
 
-	superBytes      = 4096
-	superCRCAt      = 80
-	floorAt         = 96
-	slabsAt         = 2 << 20
-	slabHeaderBytes = 4096
+	superBytes = 4096
+	superCRCAt = 80
+	floorAt    = 96
+	slabsAt    = 2 << 20
+	// SlabHeaderBytes is the room of a slab's header: the table of slots' headers begins after it.
+	SlabHeaderBytes = 4096
+	slabHeaderBytes = SlabHeaderBytes
 	// HeaderBytes is the length of a slot's header.
 	HeaderBytes = 256
+	headerUsed  = 136 // of these
+	fromDriveAt = headerUsed
 	// SlotAlign is what every slot's offset and length are multiples of.
 	SlotAlign = 4096
 	// SlotsPerSlabMax bounds the slots of a slab, so that a slot's number fits into 32 bits beside its slab's.
@@ -122,9 +126,9 @@ type Header struct {
 
 // States of a slot as they stand in its header; they are those of tiers.SlotState.
 const (
-	stateFree     = 0
-	stateFilling  = 1
-	stateResident = 2
+	StateFree     = 0
+	StateFilling  = 1
+	StateResident = 2
 )
 
 // Bytes is the whole mapping. Its length is a multiple of 2 MiB.
@@ -152,20 +156,22 @@ func (p *Pool) Dropped() int { return p.dropped }
 func SlotBytes(length uint64) uint64 { return (length + SlotAlign - 1) &^ (SlotAlign - 1) }
 
 // SlotsPerSlab is how many slots of slotBytes a slab holds.
-func (p *Pool) SlotsPerSlab(slotBytes uint64) int { return slotsPerSlab(p.cfg.SlabBytes, slotBytes) }
+func (p *Pool) SlotsPerSlab(slotBytes uint64) int { return SlotsIn(p.cfg.SlabBytes, slotBytes) }
 
-func slotsPerSlab(slabBytes, slotBytes uint64) int {
+// SlotsIn is how many slots of slotBytes, with their headers, fit into a slab of slabBytes; 0 where slotBytes is no slot length.
+func SlotsIn(slabBytes, slotBytes uint64) int {
 	if slotBytes == 0 || slotBytes%SlotAlign != 0 {
 		return 0
 	}
 	n := (slabBytes - slabHeaderBytes) / (slotBytes + HeaderBytes)
-	for n > 0 && slabHeaderBytes+tableBytes(n)+n*slotBytes > slabBytes {
+	for n > 0 && slabHeaderBytes+TableBytes(n)+n*slotBytes > slabBytes {
 		n--
 	}
 	return int(min(n, SlotsPerSlabMax-1))
 }
 
-func tableBytes(slots uint64) uint64 { return (slots*HeaderBytes + SlotAlign - 1) &^ (SlotAlign - 1) }
+// TableBytes is the room of the headers of so many slots.
+func TableBytes(slots uint64) uint64 { return (slots*HeaderBytes + SlotAlign - 1) &^ (SlotAlign - 1) }
 
 func (p *Pool) slabAt(i int) uint64 { return slabsAt + uint64(i)*p.cfg.SlabBytes }
 
@@ -207,7 +213,7 @@ func (p *Pool) FreeSlab(i int) {
 
 func (p *Pool) geometry(i int, slotBytes uint64, n int) slab {
 	at := p.slabAt(i) + slabHeaderBytes
-	return slab{slotBytes: slotBytes, slots: uint32(n), headersAt: at, slotsAt: at + tableBytes(uint64(n))}
+	return slab{slotBytes: slotBytes, slots: uint32(n), headersAt: at, slotsAt: at + TableBytes(uint64(n))}
 }
 
 // HeaderOffset is where in the file the header of a slot lies.
@@ -238,8 +244,8 @@ func (p *Pool) Fill(slab, slot int) kvferry.Generation {
 		gen++
 	} // else: a fill that was given up
 	atomic.StoreUint64(g, gen)
-	binary.LittleEndian.PutUint32(h[8:], stateFilling)
-	h[136] = 0
+	binary.LittleEndian.PutUint32(h[8:], StateFilling)
+	h[fromDriveAt] = 0
 	sealHeader(h, gen)
 	p.generation = max(p.generation, gen+1)
 	return kvferry.Generation(gen + 1)
@@ -248,7 +254,7 @@ func (p *Pool) Fill(slab, slot int) kvferry.Generation {
 // Publish writes what the slot holds now, its generation last. The payload is complete and fenced.
 func (p *Pool) Publish(slab, slot int, hd Header) {
 	h := p.header(slab, slot)
-	hd.State = stateResident
+	hd.State = StateResident
 	putHeader(h, hd)
 	sealHeader(h, uint64(hd.Generation))
 	atomic.StoreUint64((*uint64)(unsafe.Pointer(&h[0])), uint64(hd.Generation))
@@ -257,8 +263,8 @@ func (p *Pool) Publish(slab, slot int, hd Header) {
 // Clear marks a slot as free. Its bytes stay, and with them its generation: a reader that was sent here before still finds the right ones.
 func (p *Pool) Clear(slab, slot int) {
 	h := p.header(slab, slot)
-	binary.LittleEndian.PutUint32(h[8:], stateFree)
-	h[136] = 0
+	binary.LittleEndian.PutUint32(h[8:], StateFree)
+	h[fromDriveAt] = 0
 	sealHeader(h, binary.LittleEndian.Uint64(h))
 }
 
@@ -267,6 +273,20 @@ func (p *Pool) Generation(slab, slot int) kvferry.Generation {
 	h := p.header(slab, slot)
 	return kvferry.Generation(atomic.LoadUint64((*uint64)(unsafe.Pointer(&h[0]))))
 }
+
+// EncodeHeader writes a whole header into the HeaderBytes at h, with tail behind the last field, and seals it. Only for memory that nobody reads
+// meanwhile: a pool's slots are written in another order.
+func EncodeHeader(h []byte, hd Header, tail []byte) {
+	putHeader(h, hd)
+	if copy(h[headerUsed:HeaderBytes], tail) < len(tail) {
+		panic("pool: a tail that does not fit into the header")
+	}
+	binary.LittleEndian.PutUint64(h, uint64(hd.Generation))
+	sealHeader(h[:HeaderBytes], uint64(hd.Generation))
+}
+
+// HeaderTail is what EncodeHeader was given as tail, and zeros.
+func HeaderTail(h []byte) []byte { return h[headerUsed:HeaderBytes] }
 
 func putHeader(h []byte, hd Header) {
 	binary.LittleEndian.PutUint32(h[8:], hd.State)
@@ -278,16 +298,16 @@ func putHeader(h []byte, hd Header) {
 	binary.LittleEndian.PutUint16(h[124:], hd.Shard)
 	binary.LittleEndian.PutUint16(h[126:], hd.Shards)
 	binary.LittleEndian.PutUint64(h[128:], hd.StoredMs)
-	clear(h[136:])
+	clear(h[headerUsed:HeaderBytes])
 	if hd.FromDrive {
-		h[136] = 1
+		h[fromDriveAt] = 1
 	}
 }
 
 // MarkFromDrive notes that a device fills the slot: a later daemon must not use it before the device is done.
 func (p *Pool) MarkFromDrive(slab, slot int) {
 	h := p.header(slab, slot)
-	h[136] = 1
+	h[fromDriveAt] = 1
 	sealHeader(h, binary.LittleEndian.Uint64(h))
 }
 
@@ -321,7 +341,7 @@ func ParseHeader(h []byte) (Header, bool) {
 		Shard:      binary.LittleEndian.Uint16(h[124:]),
 		Shards:     binary.LittleEndian.Uint16(h[126:]),
 		StoredMs:   binary.LittleEndian.Uint64(h[128:]),
-		FromDrive:  h[136] == 1,
+		FromDrive:  h[fromDriveAt] == 1,
 	}
 	copy(hd.Hash[:], h[16:48])
 	copy(hd.Space[:], h[48:80])
@@ -355,12 +375,12 @@ func (p *Pool) scan() []Resident {
 			if ok {
 				highest = max(highest, uint64(h.Generation))
 			}
-			if ok && h.State == stateResident && !h.Generation.Filling() && h.Length > 0 && h.Length <= slotBytes {
+			if ok && h.State == StateResident && !h.Generation.Filling() && h.Length > 0 && h.Length <= slotBytes {
 				keep = append(keep, Resident{Slab: i, Slot: k, Header: h})
-			} else if ok && h.State == stateFilling && h.FromDrive {
+			} else if ok && h.State == StateFilling && h.FromDrive {
 				keep = append(keep, Resident{Slab: i, Slot: k, Header: h, Aside: true})
 				p.dropped++
-			} else if !ok || h.State != stateFree {
+			} else if !ok || h.State != StateFree {
 				p.dropped++
 			}
 		}
@@ -369,7 +389,7 @@ func (p *Pool) scan() []Resident {
 	kept := 0
 	for i := range p.slabs {
 		for k := range int(p.slabs[i].slots) {
-			hd := Header{State: stateFree, Generation: kvferry.Generation(p.generation)}
+			hd := Header{State: StateFree, Generation: kvferry.Generation(p.generation)}
 			if kept < len(keep) && keep[kept].Slab == i && keep[kept].Slot == k {
 				keep[kept].Header.Generation = hd.Generation
 				hd = keep[kept].Header

@@ -35,7 +35,7 @@ func open(t *testing.T, c Config) (*Pool, []Resident) {
 func publish(p *Pool, slab, slot int, n byte) Header {
 	h := Header{Generation: p.Fill(slab, slot), Hash: kvferry.Hash{n}, Space: kvferry.SpaceID{9}, Length: 5000, CRC32C: uint32(n), Shards: 1, StoredMs: 7}
 	p.Publish(slab, slot, h)
-	h.State = stateResident
+	h.State = StateResident
 	return h
 }
 
@@ -233,7 +233,7 @@ func TestHeadersStayInsideSectors(t *testing.T) {
 
 func FuzzParseHeader(f *testing.F) {
 	var b [HeaderBytes]byte
-	putHeader(b[:], Header{State: stateResident, Length: 5, Shards: 1})
+	putHeader(b[:], Header{State: StateResident, Length: 5, Shards: 1})
 	sealHeader(b[:], 0)
 	f.Add(b[:])
 	f.Fuzz(func(t *testing.T, b []byte) {
