@@ -179,6 +179,18 @@ func (l *Ledger) Drop(space SpaceRef, hashes []kvferry.Hash) int {
 	return n
 }
 
+// DropFromDrive removes what a block has on a drive: it could not be read there.
+func (l *Ledger) DropFromDrive(space kvferry.SpaceID, h kvferry.Hash) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	ref, ok := l.byID[space]
+	if !ok {
+		return false
+	}
+	id := l.index.find(ref, &h)
+	return id != 0 && l.dropSlotsLocked(id, policy.NVMe, Dropped)
+}
+
 // dropSlotsLocked removes what a block has in a tier, or in all of them (policy.NumTiers).
 func (l *Ledger) dropSlotsLocked(id recordID, tier int, why Reason) bool {
 	var resident []SlotRef

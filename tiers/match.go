@@ -112,6 +112,29 @@ func (l *Ledger) isOpenLocked(id recordID) bool {
 	return !l.stores[k].closed
 }
 
+// OnDrive are the indexes of blocks whose shard is on a drive that may be read, and not in DRAM, or still on its way there.
+func (l *Ledger) OnDrive(space SpaceRef, shard uint16, hashes []byte) (at []int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if len(l.stores) == 1 {
+		return nil
+	}
+	ids := make([]recordID, len(hashes)/kvferry.HashSize)
+	l.index.findBatch(space, hashes, ids)
+	for i, id := range ids {
+		if id == 0 || l.recs.at(id).in[policy.NVMe] == 0 {
+			continue
+		}
+		if s := l.shardSlotLocked(id, shard, policy.DRAM); s != 0 && l.slot(s).state == SlotResident {
+			continue
+		}
+		if s := l.shardSlotLocked(id, shard, policy.NVMe); s != 0 && l.slot(s).state == SlotResident && !l.storeOf(s).closed {
+			at = append(at, i)
+		}
+	}
+	return at
+}
+
 // Missed accounts a lookup in a space that the ledger does not know: all of it is missed.
 func (l *Ledger) Missed(blocks int) {
 	l.mu.Lock()

@@ -13,7 +13,7 @@ import (
 type Move struct {
 	Fill   Fill
 	From   Place
-	Header pool.Header // of the slot that is filled: a drive writes it itself, after the payload
+	Header pool.Header // of the slot that is filled; its checksum is the source's. A drive writes it itself, after the payload
 	Drive  StoreID
 	DriveSlab,
 	DriveSlot int // as the drive counts them
@@ -24,7 +24,6 @@ type Move struct {
 // Moves are those that were planned together. Each of them is given to EndMove once, when nothing of it touches memory any more.
 type Moves struct {
 	List []Move
-	Down bool // from DRAM to drives
 	// Elsewhere, of a promotion, are the indexes of blocks that somebody else is bringing already.
 	Elsewhere []int
 	// At are, of a promotion, the indexes of List's blocks among those that were asked for.
@@ -74,7 +73,8 @@ func (l *Ledger) BeginPromote(now time.Time, space SpaceRef, shard uint16, hashe
 		}
 		l.driveOf(&m, m.From.Slot)
 		m.Fill = Fill{Block: l.blockLocked(id), Place: l.beginLocked(s, id, shard, e.shape.ShardBytes)}
-		m.Fill.Place.CRC32C = m.From.CRC32C
+		m.Header = l.headerLocked(now, l.slot(s))
+		m.Header.CRC32C = m.From.CRC32C
 		if f, ok := l.stores[poolStore].slots.(interface{ MarkFromDrive(slab, slot int) }); ok {
 			_, slab, slot := l.local(s)
 			f.MarkFromDrive(slab, slot)

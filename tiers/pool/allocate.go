@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"syscall"
 
 	"golang.org/x/sys/unix"
 )
@@ -25,8 +26,24 @@ func checkFileSystem(dir string) error {
 	return nil
 }
 
-// allocate reserves every page of the file.
+// allocate makes the file as long as configured and reserves every page of it.
 func (p *Pool) allocate() error {
+	st, err := p.file.Stat()
+	if err != nil {
+		return err
+	}
+	return p.reserve(st)
+}
+
+// reserve takes the pages that the file does not have yet.
+func (p *Pool) reserve(st os.FileInfo) error {
+	var has uint64
+	if sys, ok := st.Sys().(*syscall.Stat_t); ok {
+		has = uint64(sys.Blocks) * 512
+	}
+	if has >= p.cfg.Bytes {
+		return nil
+	}
 	var fs unix.Statfs_t
 	if err := unix.Fstatfs(int(p.file.Fd()), &fs); err != nil {
 		return err
@@ -40,11 +57,8 @@ func (p *Pool) allocate() error {
 	if fs.Type == hugetlbfs {
 		what = "the huge page reserve (vm.nr_hugepages)"
 	}
-	if free := fs.Bavail * uint64(fs.Bsize); fs.Blocks > 0 && free < p.cfg.Bytes {
+	if free := fs.Bavail * uint64(fs.Bsize); fs.Blocks > 0 && free < p.cfg.Bytes-has {
 		return fmt.Errorf("%w: pool.size is %d bytes, %s of %s has %d bytes free", ErrNoSpace, p.cfg.Bytes, what, dir, free)
-	}
-	if err := p.file.Truncate(int64(p.cfg.Bytes)); err != nil {
-		return err
 	}
 	for {
 		err := unix.Fallocate(int(p.file.Fd()), 0, 0, int64(p.cfg.Bytes))

@@ -46,6 +46,9 @@ func (p *Pool) open() (keep []Resident, err error) {
 		return nil, err
 	}
 	if p.adopted {
+		if err := p.resize(); err != nil {
+			return nil, err
+		}
 		if err := p.mapFile(); err != nil {
 			return nil, err
 		}
@@ -121,12 +124,30 @@ func (p *Pool) look() error {
 		return fmt.Errorf("%w: format %d, this daemon has %d", ErrForeign, s.version, Format)
 	case s.bootID != p.cfg.BootID:
 		p.cold = "the machine was booted since"
-	case s.bytes != p.cfg.Bytes || s.slabBytes != p.cfg.SlabBytes || uint64(st.Size()) != p.cfg.Bytes:
-		p.cold = fmt.Sprintf("it had %d bytes in slabs of %d", s.bytes, s.slabBytes)
+	case s.slabBytes != p.cfg.SlabBytes || uint64(st.Size()-slabsAt)%s.slabBytes != 0:
+		p.cold = fmt.Sprintf("it had %d bytes in slabs of %d", st.Size(), s.slabBytes)
 	default:
 		p.adopted, p.generation = true, s.generation
 	}
 	return nil
+}
+
+// resizeGenerations is more than a daemon can have used since it last wrote the floor: what is cut off may have had them.
+const resizeGenerations = 1 << 33
+
+// resize gives an adopted file the configured size. What lies beyond a smaller one is given back by a hole: workers of before may still map it, and a truncated file would fault them; they find no generation that they know.
+func (p *Pool) resize() error {
+	st, err := p.file.Stat()
+	if err != nil {
+		return err
+	}
+	if beyond := st.Size() - int64(p.cfg.Bytes); beyond > 0 {
+		p.generation += resizeGenerations
+		if err := unix.Fallocate(int(p.file.Fd()), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, int64(p.cfg.Bytes), beyond); err != nil {
+			return fmt.Errorf("give %d bytes back: %w", beyond, err)
+		}
+	}
+	return p.reserve(st)
 }
 
 // create makes the file under another name and gives it its own when it is whole. An outdated one is replaced and not truncated: that would fault engines that still map it.

@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/kvferry/kvferry"
@@ -211,9 +212,77 @@ func TestOtherBootOrSizeStartsCold(t *testing.T) {
 		t.Error("adopted the pool of another boot")
 	}
 	_ = q.Close()
-	c.Bytes += 2 << 20
+	c.SlabBytes *= 2
 	if q, _ := open(t, c); q.Adopted() {
-		t.Error("adopted a pool of another size")
+		t.Error("adopted a pool with other slabs")
+	}
+}
+
+// A pool keeps what fits when its size is changed.
+func TestResize(t *testing.T) {
+	c := testConfig(t)
+	p, _ := open(t, c)
+	p.FormatSlab(0, 8192)
+	p.FormatSlab(3, 8192)
+	first, last := publish(p, 0, 0, 1), publish(p, 3, 0, 2)
+	outside := append([]byte{}, p.header(3, 0)...)
+	_ = p.Close()
+
+	c.Bytes += 2 << 20
+	p, found := open(t, c)
+	if len(found) != 2 || p.Slabs() != 5 || len(p.Bytes()) != int(c.Bytes) {
+		t.Fatalf("grown: %d slots found, %d slabs, %d bytes", len(found), p.Slabs(), len(p.Bytes()))
+	}
+	p.FormatSlab(4, 8192)
+	publish(p, 4, 0, 3)
+	_ = p.Close()
+
+	c.Bytes = slabsAt + 2*c.SlabBytes
+	p, found = open(t, c)
+	if len(found) != 1 || found[0].Header.Hash != first.Hash {
+		t.Fatalf("shrunk: found %+v", found)
+	}
+	if st, err := os.Stat(c.Path); err != nil || st.Sys().(*syscall.Stat_t).Blocks*512 > int64(c.Bytes)+1<<20 {
+		t.Errorf("shrunk: the file has %v, %v", st, err)
+	}
+	floor := found[0].Header.Generation
+	if floor <= last.Generation+2 {
+		t.Errorf("generation %d may have been used in what was cut off", floor)
+	}
+	_ = p.Close()
+
+	c.Bytes = slabsAt + 4*c.SlabBytes
+	p, found = open(t, c)
+	if len(found) != 1 || p.Slabs() != 4 {
+		t.Fatalf("grown again: %d slots found, %d slabs", len(found), p.Slabs())
+	}
+	p.FormatSlab(3, 8192)
+	if g := p.Fill(3, 0); uint64(g) <= binary.LittleEndian.Uint64(outside) {
+		t.Errorf("a slot that was cut off has generation %d again", g)
+	}
+}
+
+// A slot that a device was writing is not used before the device is done, also over several restarts.
+func TestAside(t *testing.T) {
+	c := testConfig(t)
+	p, _ := open(t, c)
+	p.FormatSlab(0, 8192)
+	p.Fill(0, 1)
+	p.MarkFromDrive(0, 1)
+	p.Fill(0, 2)
+	_ = p.Close()
+	for range 2 {
+		q, found := open(t, c)
+		if len(found) != 1 || !found[0].Aside || found[0].Slot != 1 {
+			t.Fatalf("found %+v", found)
+		}
+		_ = q.Close()
+	}
+	q, _ := open(t, c)
+	q.Clear(0, 1)
+	_ = q.Close()
+	if _, found := open(t, c); len(found) != 0 {
+		t.Fatalf("found %+v after it was cleared", found)
 	}
 }
 
