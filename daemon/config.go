@@ -17,6 +17,8 @@ import (
 
 	"go.yaml.in/yaml/v3"
 
+	"github.com/kvferry/kvferry/tiers/nvme"
+	"github.com/kvferry/kvferry/tiers/policy"
 	"github.com/kvferry/kvferry/tiers/pool"
 )
 
@@ -25,6 +27,10 @@ type Config struct {
 	Node    string        `yaml:"node"`
 	Sockets SocketsConfig `yaml:"sockets"`
 	Pool    PoolConfig    `yaml:"pool"`
+	DRAM    DRAMConfig    `yaml:"dram"`
+	NVMe    NVMeConfig    `yaml:"nvme"`
+	Policy  string        `yaml:"policy"` // of what leaves a tier
+	Adopt   AdoptConfig   `yaml:"adopt"`
 	Peer    PeerConfig    `yaml:"peer"`
 	Data    ListenConfig  `yaml:"data"`
 	Metrics MetricsConfig `yaml:"metrics"`
@@ -49,6 +55,36 @@ type PoolConfig struct {
 	Path string `yaml:"path"` // a file on tmpfs or hugetlbfs
 	Size Bytes  `yaml:"size"` // no default
 	Slab Bytes  `yaml:"slab"`
+}
+
+// DRAMConfig says what goes from DRAM to the drives, where there are some.
+type DRAMConfig struct {
+	Idle   Duration `yaml:"idle"`   // blocks that nobody used for so long go down; 0: none
+	OnIdle string   `yaml:"onIdle"` // copy: they stay in DRAM too, until room is wanted; move: they leave it
+	High   float64  `yaml:"high"`   // of the pool: when more is used, blocks leave
+	Low    float64  `yaml:"low"`    // until this is
+}
+
+// NVMeConfig says which drives there are and how they are driven.
+type NVMeConfig struct {
+	Drives      []DriveConfig `yaml:"drives"` // none: there is no NVMe tier
+	Slab        Bytes         `yaml:"slab"`
+	Reserve     Bytes         `yaml:"reserve"`     // of each file system, that stays free
+	Engine      string        `yaml:"engine"`      // auto, uring, threads
+	Depth       int           `yaml:"depth"`       // I/Os in flight
+	Transfers   int           `yaml:"transfers"`   // at a time, of each drive
+	WriteBudget Bytes         `yaml:"writeBudget"` // bytes a day, all drives together; 0: no bound
+}
+
+// DriveConfig is one drive.
+type DriveConfig struct {
+	Path string `yaml:"path"` // a file on it
+	Size Bytes  `yaml:"size"` // of the file
+}
+
+// AdoptConfig says how much of what an earlier daemon left is read before it is believed.
+type AdoptConfig struct {
+	Check string `yaml:"check"` // headers; sample: and one block in 64; all: and all blocks. Every read is checked in any case
 }
 
 // ListenConfig is an address to listen on, and the one by which others reach it.
@@ -112,6 +148,10 @@ func DefaultConfig() Config {
 		Node:    host,
 		Sockets: SocketsConfig{Dir: "/run/kvferry", AllowUIDs: slices.Compact([]uint32{0, uint32(os.Geteuid())})},
 		Pool:    PoolConfig{Path: "/dev/shm/kvferry.pool", Slab: 64 << 20},
+		DRAM:    DRAMConfig{Idle: Duration(5 * time.Minute), OnIdle: "copy", High: 0.95, Low: 0.90},
+		NVMe:    NVMeConfig{Slab: 64 << 20, Reserve: 1 << 30, Engine: nvme.EngineAuto, Depth: 32, Transfers: 2},
+		Policy:  policy.Default,
+		Adopt:   AdoptConfig{Check: "headers"},
 		Peer:    PeerConfig{ListenConfig{Listen: "127.0.0.1:7400"}, privateNetworks},
 		Data:    ListenConfig{Listen: "127.0.0.1:7401"},
 		Metrics: MetricsConfig{Listen: "127.0.0.1:7402"},
@@ -185,6 +225,9 @@ func (c *Config) Validate() error {
 		return fmt.Errorf("pool.path: %q: must be an absolute path", c.Pool.Path)
 	}
 	if err := (pool.Config{Path: c.Pool.Path, Bytes: uint64(c.Pool.Size), SlabBytes: uint64(c.Pool.Slab)}).Validate(); err != nil {
+		return err
+	}
+	if err := c.validateTiers(); err != nil {
 		return err
 	}
 	for _, a := range []struct {

@@ -27,8 +27,10 @@ import (
 	"github.com/kvferry/kvferry/daemon/mover"
 	"github.com/kvferry/kvferry/daemon/rpc"
 	"github.com/kvferry/kvferry/daemon/session"
+	"github.com/kvferry/kvferry/daemon/tiering"
 	pb "github.com/kvferry/kvferry/proto/kvferry/v1"
 	"github.com/kvferry/kvferry/tiers"
+	"github.com/kvferry/kvferry/tiers/nvme"
 	"github.com/kvferry/kvferry/tiers/pool"
 	"github.com/kvferry/kvferry/transport"
 	"github.com/kvferry/kvferry/transport/tcp"
@@ -60,10 +62,12 @@ type Daemon struct {
 	serving  bool // set once, before Start returns
 	lock     *os.File
 	pool     *pool.Pool
+	drives   []*nvme.Drive
 	adopted  int
 	ledger   *tiers.Ledger
 	counters counters.Set
 	local    *mover.Link
+	tiering  *tiering.Tiering
 	registry *handoff.Registry
 	fetcher  *handoff.Fetcher
 	peers    *rpc.Peers
@@ -135,14 +139,7 @@ func (d *Daemon) openPool() error {
 		return err
 	}
 	d.pool = p
-	d.ledger = tiers.New(tiers.Config{Pool: p, Limits: tiers.DefaultLimits})
-	if p.Adopted() {
-		d.adopted = d.ledger.Adopt(time.Now(), 0, found)
-		d.log.Info("pool adopted", "blocks", d.adopted, "dropped_slots", p.Dropped()+len(found)-d.adopted)
-	} else {
-		d.log.Info("pool is new", "reason", p.Cold())
-	}
-	return nil
+	return d.openTiers(found)
 }
 
 func (d *Daemon) makeParts() {
@@ -150,9 +147,11 @@ func (d *Daemon) makeParts() {
 	component := func(name string) *slog.Logger { return d.log.With("component", name) }
 	d.owners.Store(claimOwners)
 	d.local = mover.NewLink("local", d.cfg.Copy.Transfers, d.cfg.Copy.Queue)
+	d.makeTiering(memory, component("tiering"))
 	d.registry = handoff.NewRegistry(handoff.Config{
 		Epoch: d.epoch, Ledger: d.ledger, Pool: memory, DataAddress: d.dataAddress, Limits: handoff.DefaultLimits, Counters: &d.counters, Log: component("offers"),
-		Owners: func() tiers.Owner { return tiers.Owner(d.owners.Add(1)) },
+		Owners:  func() tiers.Owner { return tiers.Owner(d.owners.Add(1)) },
+		Promote: d.promote(),
 		Lend: func(scheduler tiers.Owner, instance string, rank, region uint32, offered time.Time) (*handoff.Lent, error) {
 			return d.sessions.Lend(scheduler, instance, rank, region, offered)
 		},
@@ -171,7 +170,7 @@ func (d *Daemon) makeParts() {
 	limits := session.DefaultLimits
 	limits.OfferLifetime, limits.FindTimeout = time.Duration(d.cfg.Offer.Lifetime), time.Duration(d.cfg.Handoff.LookupTimeout)
 	d.sessions = session.New(session.Config{
-		Ledger: d.ledger, Pool: memory, PoolFile: d.pool.ReadOnly(), Local: d.local, Offers: d.registry, Fetcher: d.fetcher, Limits: limits,
+		Ledger: d.ledger, Pool: memory, PoolFile: d.pool.ReadOnly(), Local: d.local, Offers: d.registry, Fetcher: d.fetcher, Tiering: d.tiering, Limits: limits,
 		Counters: &d.counters, Log: component("session"), Allowed: d.allowed, Direct: d.cfg.direct(),
 		NewCopier: func(dst, src transport.Memory) transport.Copier {
 			return transport.NewLocal(dst, src, d.cfg.Copy.Threads)
@@ -280,6 +279,9 @@ func (d *Daemon) timers() error {
 		case now := <-offers.C: // goes over all of them
 			d.registry.Expire(now)
 			d.fetcher.Forget(now)
+			if d.tiering != nil {
+				d.tiering.Tick(now)
+			}
 		case <-d.ctx.Done():
 			return nil
 		}
@@ -332,6 +334,7 @@ func (d *Daemon) Stop() {
 		d.peers.Close()
 		d.local.Close()
 	}
+	d.closeTiers()
 	if d.pool != nil {
 		if err := d.pool.Close(); err != nil {
 			d.log.Error("close pool", "error", err)

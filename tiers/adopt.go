@@ -19,6 +19,7 @@ type setAside struct {
 func (l *Ledger) Adopt(now time.Time, id StoreID, found []pool.Resident) (kept int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	l.now = now.UnixNano()
 	st := l.stores[id]
 	for i := range st.slabs {
 		if slotBytes, n := st.slots.SlabInUse(i); n > 0 {

@@ -59,6 +59,7 @@ func (r Reason) String() string {
 // Change is one entry of the ledger's stream of changes, written when it happens. Folding them, in their order, gives which blocks lie in which tier.
 type Change struct {
 	Seq          uint64 // rises by 1
+	At           int64  // unix ns, as exact as the ledger's last call with a time
 	Kind         ChangeKind
 	Reason       Reason // of Removed
 	Tier         kvferry.Tier
@@ -80,7 +81,7 @@ func (l *Ledger) emitLocked(id recordID, tier int, kind ChangeKind, why Reason) 
 	c := &l.changes
 	c.last++
 	e := &c.ring[c.last%uint64(len(c.ring))]
-	*e = Change{Seq: c.last, Kind: kind, Reason: why, Tier: tierOf(tier), Space: l.spaces[r.space].shape.ID, Hash: r.hash}
+	*e = Change{Seq: c.last, At: l.now, Kind: kind, Reason: why, Tier: tierOf(tier), Space: l.spaces[r.space].shape.ID, Hash: r.hash}
 	if r.parent != 0 {
 		e.Parent = l.recs.at(r.parent).hash
 	}

@@ -59,6 +59,7 @@ type plan struct {
 func (l *Ledger) PlanDown(now time.Time, d Down, limit int) Moves {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	l.now = now.UnixNano()
 	p := &plan{l: l, now: now, limit: limit}
 	if !l.driveOpenLocked() {
 		return p.out

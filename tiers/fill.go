@@ -37,6 +37,7 @@ type partialBlock struct {
 func (l *Ledger) BeginFill(now time.Time, space SpaceRef, shard uint16, blocks []Block) []Fill {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	l.now = now.UnixNano()
 	out := make([]Fill, len(blocks))
 	e := &l.spaces[space]
 	c := l.poolClassLocked(now.UnixNano(), e.slotBytes)
@@ -105,6 +106,7 @@ func (l *Ledger) wakeLocked() {
 func (l *Ledger) Commit(now time.Time, fills []Fill, crcs []uint32) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	l.now = now.UnixNano()
 	for i, f := range fills {
 		l.commitLocked(now, f, crcs[i], now)
 		l.counts.Stored++

@@ -238,6 +238,7 @@ func (l *Ledger) ReleaseOwner(owner Owner) int {
 func (l *Ledger) Expire(now time.Time) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	l.now = now.UnixNano()
 	for len(l.holds.timers) > 0 && !l.holds.timers[0].until.After(now) {
 		l.removeHoldLocked(l.holds.timers[0])
 	}

@@ -109,7 +109,8 @@ type Ledger struct {
 	budget    budget
 	lastDrive int // that a block went to
 
-	matchable int // blocks with all of their shards, in whatever tiers
+	now       int64 // of the last call that told it, unix ns
+	matchable int   // blocks with all of their shards, in whatever tiers
 	complete  [policy.NumTiers]int
 	filling   int // slots
 	moving    int // slots from which something is being moved

@@ -117,6 +117,7 @@ func (l *Ledger) unpinMoveLocked(s SlotRef) {
 func (l *Ledger) EndMove(now time.Time, m *Move, copied bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	l.now = now.UnixNano()
 	down := l.storeOf(m.Fill.Place.Slot).tier == policy.NVMe
 	src := l.slot(m.From.Slot)
 	id := src.block

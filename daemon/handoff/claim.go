@@ -248,6 +248,9 @@ func (v *view) held(i int) bool {
 func (r *Registry) await(ctx context.Context, q ClaimRequest, o *offer, at []int, ref tiers.SpaceRef, shard uint16, shardBytes uint64, deadline time.Time) (v view) {
 	timeout := time.NewTimer(time.Until(deadline))
 	defer timeout.Stop()
+	if r.cfg.Promote != nil {
+		r.cfg.Promote(ref, shard, q.Hashes) // what is on a drive comes like what is still being stored
+	}
 	for tried := false; ; {
 		r.mu.Lock()
 		comes, ended, changed := o.comes, o.state == Ended, o.changed

@@ -66,6 +66,8 @@ type Config struct {
 	Log         *slog.Logger
 	Owners      func() tiers.Owner // makes an owner that no session has
 	Lend        Lend               // nil: nothing is lent here
+	// Promote begins to bring blocks up that are on a drive only; nil: there is none. It must not block.
+	Promote func(space tiers.SpaceRef, shard uint16, hashes []byte)
 	// Served tells a worker that nobody reads its blocks for an offer any more; nil: nobody is told. It is called without a lock held.
 	Served func(instance string, rank uint32, offer [16]byte, reason string)
 }

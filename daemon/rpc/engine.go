@@ -180,6 +180,13 @@ func dispatch(s *session.Session, m *pb.SessionRequest) error {
 		s.EndOffer(id, m.EndOffer.GetReason())
 	case *pb.SessionRequest_ReleaseLease:
 		s.ReleaseLease(m.ReleaseLease.GetRequestIds())
+	case *pb.SessionRequest_Prefetch:
+		space, err := id32("prefetch.space_id", m.Prefetch.GetSpaceId())
+		if err != nil {
+			s.Refuse(err)
+			return nil
+		}
+		s.Prefetch(space, m.Prefetch.GetHashes())
 	case *pb.SessionRequest_UseSpace:
 		s.UseSpace(m.UseSpace.GetSequence(), spaceOf(m.UseSpace.GetSpace()))
 	case *pb.SessionRequest_Hello:
@@ -213,6 +220,6 @@ func (e *Engine) Match(ctx context.Context, r *pb.MatchRequest) (*pb.MatchRespon
 		return nil, statusOf(err)
 	}
 	n := uint32(res.Blocks)
-	return &pb.MatchResponse{Blocks: n, DramBlocks: n - uint32(res.Peer), RestoreUs: usOf(res.Restore), LeaseMs: msOf(res.Lease), PeerBlocks: uint32(res.Peer),
+	return &pb.MatchResponse{Blocks: n, DramBlocks: n - uint32(res.Peer+res.NVMe), NvmeBlocks: uint32(res.NVMe), RestoreUs: usOf(res.Restore), LeaseMs: msOf(res.Lease), PeerBlocks: uint32(res.Peer),
 		PeerUs: usOf(res.Fetch), PeerReason: res.Reason}, nil
 }

@@ -9,6 +9,7 @@ import (
 	"github.com/kvferry/kvferry/daemon/handoff"
 	"github.com/kvferry/kvferry/daemon/session"
 	pb "github.com/kvferry/kvferry/proto/kvferry/v1"
+	"github.com/kvferry/kvferry/tiers/policy"
 )
 
 const ticketBytesMax = 64 << 10
@@ -73,7 +74,7 @@ func storeOf(m *pb.Store) (session.Store, error) {
 	space, err := id32("store.space_id", m.GetSpaceId())
 	return session.Store{
 		Operation: m.GetOperation(), Word: m.GetWord(), Space: space, RequestID: m.GetRequestId(), Region: m.GetRegion(), BlockIDs: m.GetBlockIds(),
-		Hashes: m.GetHashes(), Parents: m.GetParents(), Deadline: ms(m.GetDeadlineMs()),
+		Hashes: m.GetHashes(), Parents: m.GetParents(), Deadline: ms(m.GetDeadlineMs()), Retention: policy.Retention(m.GetRetention()),
 	}, err
 }
 

@@ -53,15 +53,21 @@ func (o *operation) lend(r Load) {
 }
 
 // accept answers for what is here at once, then for what the ticket names as it comes.
-func (o *operation) accept(ctx context.Context, space tiers.SpaceRef, r Load) {
+func (o *operation) accept(ctx context.Context, space tiers.SpaceRef, r Load, drive []int) {
 	s, n := o.s, len(r.Hashes)/kvferry.HashSize
 	a := &answer{o: o, space: space, hashes: r.Hashes, until: time.Now().Add(r.Deadline), why: make([]BlockStatus, n), from: make([]Source, n), lent: make([]handoff.LentPlace, n)}
 	here, _ := s.m.cfg.Ledger.Await(space, s.shard(), r.Hashes)
 	lends := s.m.cfg.Fetcher.Here(*r.Ticket, s.hello.Rank) && s.hello.ReadsLent && o.found == nil // then the worker's own memory goes before the pool
-	var local, at []int
+	var local, at, restored []int
 	var missing []byte
+	if !lends {
+		restored = without(drive, a.promote(ctx, drive))
+	}
 	for i, state := range here {
 		h := hashAt(r.Hashes, i)
+		if _, sent := slices.BinarySearch(restored, i); sent {
+			continue
+		}
 		switch {
 		case state == tiers.SlotResident && !lends:
 			local = append(local, i)

@@ -47,7 +47,8 @@ func (s *Session) Load(r Load) {
 	if r.Ticket == nil {
 		r.Ticket, o.found = s.m.found(s.hello.Instance, r.RequestID, r.Space)
 	}
-	if r.Ticket == nil {
+	drive := s.onDrive(space, r.Hashes)
+	if r.Ticket == nil && len(drive) == 0 {
 		a := &answer{o: o, space: space, hashes: r.Hashes, until: time.Now().Add(r.Deadline)}
 		a.send(all(r.Hashes), true)
 		return
@@ -57,7 +58,11 @@ func (s *Session) Load(r Load) {
 	}
 	go func() {
 		defer s.quiet.Done()
-		o.accept(ctx, space, r)
+		if r.Ticket == nil {
+			o.restore(ctx, space, r, drive)
+		} else {
+			o.accept(ctx, space, r, drive)
+		}
 	}()
 }
 

@@ -18,6 +18,7 @@ import (
 	"github.com/kvferry/kvferry/daemon/counters"
 	"github.com/kvferry/kvferry/daemon/handoff"
 	"github.com/kvferry/kvferry/daemon/mover"
+	"github.com/kvferry/kvferry/daemon/tiering"
 	"github.com/kvferry/kvferry/tiers"
 	"github.com/kvferry/kvferry/transport"
 )
@@ -59,6 +60,7 @@ type Config struct {
 	Local    *mover.Link       // copies of this machine's memory
 	Offers   *handoff.Registry // of this node
 	Fetcher  *handoff.Fetcher
+	Tiering  *tiering.Tiering // nil: there are no drives
 	Limits   Limits
 	Counters *counters.Set
 	Log      *slog.Logger

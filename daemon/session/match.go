@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/tiers"
 )
 
 // Match answers how much of a prompt is resident, and leases it.
@@ -45,16 +46,31 @@ func (s *Session) Match(ctx context.Context, r Match) (MatchResult, error) {
 		return MatchResult{}, nil
 	}
 	now := time.Now()
-	res := s.m.cfg.Ledger.Match(now, s.owner(), r.RequestID, ref, r.Hashes, now.Add(lease))
-	out := MatchResult{Blocks: res.Blocks}
+	res, restore := s.prefix(now, ref, shape, r, now.Add(lease))
+	s.m.cfg.Ledger.Count(len(r.Hashes)/kvferry.HashSize, res)
+	out := MatchResult{Blocks: res.Blocks, NVMe: res.NVMe, Restore: restore}
 	if res.Leased {
 		out.Lease = lease
 	}
-	if rate := s.m.cfg.Local.Rate(); rate > 0 { // ranks load side by side
-		out.Restore = time.Duration(float64(res.Blocks) * float64(shape.ShardBytes) / rate * float64(time.Second))
-	}
 	s.findMore(ctx, r, shape, &out, lease)
 	return out, nil
+}
+
+// prefix looks up how much is resident, and estimates how long it takes to load. What is on a drive only counts where reading it is estimated to beat computing it.
+func (s *Session) prefix(now time.Time, ref tiers.SpaceRef, shape tiers.SpaceShape, r Match, until time.Time) (tiers.MatchResult, time.Duration) {
+	l, t := s.m.cfg.Ledger, s.m.cfg.Tiering
+	res := l.Prefix(now, s.owner(), r.RequestID, ref, r.Hashes, until)
+	var restore time.Duration
+	if res.NVMe > 0 {
+		restore = t.Restore(uint64(res.NVMe) * shape.ShardBytes * uint64(shape.Shards))
+		if !t.Worth(now, restore, r.Compute*time.Duration(res.Blocks-res.First)) {
+			res, restore = l.Prefix(now, s.owner(), r.RequestID, ref, r.Hashes[:res.First*kvferry.HashSize], until), 0
+		}
+	}
+	if rate := s.m.cfg.Local.Rate(); rate > 0 { // ranks load side by side
+		restore += time.Duration(float64(res.Blocks) * float64(shape.ShardBytes) / rate * float64(time.Second))
+	}
+	return res, restore
 }
 
 // ReleaseLease gives back what Match leased.

@@ -5,6 +5,7 @@ import (
 
 	"github.com/kvferry/kvferry"
 	"github.com/kvferry/kvferry/daemon/handoff"
+	"github.com/kvferry/kvferry/tiers/policy"
 )
 
 // Role is what a process is in its engine.
@@ -70,6 +71,7 @@ type Store struct {
 	Hashes    []byte
 	Parents   []byte
 	Deadline  time.Duration
+	Retention policy.Retention
 }
 
 // Load asks where blocks lie. With a Ticket, those that are not here are fetched from where it points.
@@ -112,6 +114,7 @@ type Match struct {
 type MatchResult struct {
 	Blocks  int
 	Lease   time.Duration // 0: nothing was leased
+	NVMe    int           // of the blocks, those that a Load brings up from a drive first
 	Restore time.Duration // estimate for loading them; 0 while no copy has been measured
 	Peer    int           // of the blocks, those that a Load fetches from a peer first: the last
 	Fetch   time.Duration // estimate for that

@@ -8,6 +8,7 @@ import (
 	"github.com/kvferry/kvferry"
 	"github.com/kvferry/kvferry/daemon/mover"
 	"github.com/kvferry/kvferry/tiers"
+	"github.com/kvferry/kvferry/tiers/policy"
 )
 
 // operation is one Store or Load of a session, from its message until OperationEnd.
@@ -243,6 +244,9 @@ func (s *Session) checkStore(r Store) (space tiers.SpaceRef, blocks []tiers.Bloc
 	if len(r.BlockIDs) != n {
 		return 0, nil, nil, invalid("store.block_ids", "%d ids for %d hashes", len(r.BlockIDs), n)
 	}
+	if r.Retention >= policy.NumRetentions {
+		return 0, nil, nil, invalid("store.retention", "%d is not known", uint8(r.Retention))
+	}
 	if len(r.Parents) != len(r.Hashes) {
 		return 0, nil, nil, invalid("store.parents", "%d bytes, hashes have %d", len(r.Parents), len(r.Hashes))
 	}
@@ -261,7 +265,7 @@ func (s *Session) checkStore(r Store) (space tiers.SpaceRef, blocks []tiers.Bloc
 	blocks = make([]tiers.Block, n)
 	seen := make(map[kvferry.Hash]bool, n)
 	for i := range n {
-		b := tiers.Block{Hash: hashAt(r.Hashes, i), Parent: hashAt(r.Parents, i)}
+		b := tiers.Block{Hash: hashAt(r.Hashes, i), Parent: hashAt(r.Parents, i), Retention: r.Retention}
 		switch {
 		case b.Hash.IsZero():
 			return 0, nil, nil, invalid("store.hashes", "hash %d is zero", i)

@@ -176,6 +176,59 @@ func (RegionKind) EnumDescriptor() ([]byte, []int) {
 	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{2}
 }
 
+// Retention orders what leaves when room is wanted. Of several requests that store a block, the first decides.
+type Retention int32
+
+const (
+	Retention_RETENTION_NORMAL Retention = 0
+	Retention_RETENTION_NONE   Retention = 1 // goes first
+	Retention_RETENTION_SHORT  Retention = 2 // goes before normal ones
+	Retention_RETENTION_LONG   Retention = 3 // goes after normal ones
+)
+
+// Enum value maps for Retention.
+var (
+	Retention_name = map[int32]string{
+		0: "RETENTION_NORMAL",
+		1: "RETENTION_NONE",
+		2: "RETENTION_SHORT",
+		3: "RETENTION_LONG",
+	}
+	Retention_value = map[string]int32{
+		"RETENTION_NORMAL": 0,
+		"RETENTION_NONE":   1,
+		"RETENTION_SHORT":  2,
+		"RETENTION_LONG":   3,
+	}
+)
+
+func (x Retention) Enum() *Retention {
+	p := new(Retention)
+	*p = x
+	return p
+}
+
+func (x Retention) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (Retention) Descriptor() protoreflect.EnumDescriptor {
+	return file_kvferry_v1_engine_proto_enumTypes[3].Descriptor()
+}
+
+func (Retention) Type() protoreflect.EnumType {
+	return &file_kvferry_v1_engine_proto_enumTypes[3]
+}
+
+func (x Retention) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use Retention.Descriptor instead.
+func (Retention) EnumDescriptor() ([]byte, []int) {
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{3}
+}
+
 type BlockStatus int32
 
 const (
@@ -218,11 +271,11 @@ func (x BlockStatus) String() string {
 }
 
 func (BlockStatus) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvferry_v1_engine_proto_enumTypes[3].Descriptor()
+	return file_kvferry_v1_engine_proto_enumTypes[4].Descriptor()
 }
 
 func (BlockStatus) Type() protoreflect.EnumType {
-	return &file_kvferry_v1_engine_proto_enumTypes[3]
+	return &file_kvferry_v1_engine_proto_enumTypes[4]
 }
 
 func (x BlockStatus) Number() protoreflect.EnumNumber {
@@ -231,7 +284,7 @@ func (x BlockStatus) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use BlockStatus.Descriptor instead.
 func (BlockStatus) EnumDescriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{3}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{4}
 }
 
 // BlockSource is where a READY block is to be had.
@@ -268,11 +321,11 @@ func (x BlockSource) String() string {
 }
 
 func (BlockSource) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvferry_v1_engine_proto_enumTypes[4].Descriptor()
+	return file_kvferry_v1_engine_proto_enumTypes[5].Descriptor()
 }
 
 func (BlockSource) Type() protoreflect.EnumType {
-	return &file_kvferry_v1_engine_proto_enumTypes[4]
+	return &file_kvferry_v1_engine_proto_enumTypes[5]
 }
 
 func (x BlockSource) Number() protoreflect.EnumNumber {
@@ -281,7 +334,7 @@ func (x BlockSource) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use BlockSource.Descriptor instead.
 func (BlockSource) EnumDescriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{4}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{5}
 }
 
 type Outcome int32
@@ -329,11 +382,11 @@ func (x Outcome) String() string {
 }
 
 func (Outcome) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvferry_v1_engine_proto_enumTypes[5].Descriptor()
+	return file_kvferry_v1_engine_proto_enumTypes[6].Descriptor()
 }
 
 func (Outcome) Type() protoreflect.EnumType {
-	return &file_kvferry_v1_engine_proto_enumTypes[5]
+	return &file_kvferry_v1_engine_proto_enumTypes[6]
 }
 
 func (x Outcome) Number() protoreflect.EnumNumber {
@@ -342,7 +395,7 @@ func (x Outcome) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Outcome.Descriptor instead.
 func (Outcome) EnumDescriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{5}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{6}
 }
 
 type SessionRequest struct {
@@ -360,6 +413,7 @@ type SessionRequest struct {
 	//	*SessionRequest_ReleaseLease
 	//	*SessionRequest_CompleteOffer
 	//	*SessionRequest_EndOffer
+	//	*SessionRequest_Prefetch
 	Message       isSessionRequest_Message `protobuf_oneof:"message"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -501,6 +555,15 @@ func (x *SessionRequest) GetEndOffer() *EndOffer {
 	return nil
 }
 
+func (x *SessionRequest) GetPrefetch() *Prefetch {
+	if x != nil {
+		if x, ok := x.Message.(*SessionRequest_Prefetch); ok {
+			return x.Prefetch
+		}
+	}
+	return nil
+}
+
 type isSessionRequest_Message interface {
 	isSessionRequest_Message()
 }
@@ -549,6 +612,10 @@ type SessionRequest_EndOffer struct {
 	EndOffer *EndOffer `protobuf:"bytes,11,opt,name=end_offer,json=endOffer,proto3,oneof"`
 }
 
+type SessionRequest_Prefetch struct {
+	Prefetch *Prefetch `protobuf:"bytes,12,opt,name=prefetch,proto3,oneof"`
+}
+
 func (*SessionRequest_Hello) isSessionRequest_Message() {}
 
 func (*SessionRequest_UseSpace) isSessionRequest_Message() {}
@@ -570,6 +637,8 @@ func (*SessionRequest_ReleaseLease) isSessionRequest_Message() {}
 func (*SessionRequest_CompleteOffer) isSessionRequest_Message() {}
 
 func (*SessionRequest_EndOffer) isSessionRequest_Message() {}
+
+func (*SessionRequest_Prefetch) isSessionRequest_Message() {}
 
 type SessionResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1541,10 +1610,11 @@ type Store struct {
 	SpaceId       []byte                 `protobuf:"bytes,3,opt,name=space_id,json=spaceId,proto3" json:"space_id,omitempty"`       // 32 bytes
 	RequestId     string                 `protobuf:"bytes,4,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"` // at most 256 bytes
 	Region        uint32                 `protobuf:"varint,5,opt,name=region,proto3" json:"region,omitempty"`
-	BlockIds      []uint32               `protobuf:"varint,6,rep,packed,name=block_ids,json=blockIds,proto3" json:"block_ids,omitempty"` // 1..store_blocks_max
-	Hashes        []byte                 `protobuf:"bytes,7,opt,name=hashes,proto3" json:"hashes,omitempty"`                             // packed; all different
-	Parents       []byte                 `protobuf:"bytes,8,opt,name=parents,proto3" json:"parents,omitempty"`                           // packed; 32 zero bytes where a block is the first of its chain
-	DeadlineMs    uint32                 `protobuf:"varint,9,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"`  // 1..60000; 0 is the daemon's default
+	BlockIds      []uint32               `protobuf:"varint,6,rep,packed,name=block_ids,json=blockIds,proto3" json:"block_ids,omitempty"`       // 1..store_blocks_max
+	Hashes        []byte                 `protobuf:"bytes,7,opt,name=hashes,proto3" json:"hashes,omitempty"`                                   // packed; all different
+	Parents       []byte                 `protobuf:"bytes,8,opt,name=parents,proto3" json:"parents,omitempty"`                                 // packed; 32 zero bytes where a block is the first of its chain
+	DeadlineMs    uint32                 `protobuf:"varint,9,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"`        // 1..60000; 0 is the daemon's default
+	Retention     Retention              `protobuf:"varint,10,opt,name=retention,proto3,enum=kvferry.v1.Retention" json:"retention,omitempty"` // how long the request wants these blocks kept
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1642,6 +1712,67 @@ func (x *Store) GetDeadlineMs() uint32 {
 	return 0
 }
 
+func (x *Store) GetRetention() Retention {
+	if x != nil {
+		return x.Retention
+	}
+	return Retention_RETENTION_NORMAL
+}
+
+// Prefetch asks for blocks that will be loaded soon to be brought up from the drives. Sent by a worker for its own shards, by a scheduler for those of all its ranks. It is a hint: it is not
+// answered unless refused, and what has no room does not come.
+type Prefetch struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	SpaceId       []byte                 `protobuf:"bytes,1,opt,name=space_id,json=spaceId,proto3" json:"space_id,omitempty"` // 32 bytes
+	Hashes        []byte                 `protobuf:"bytes,2,opt,name=hashes,proto3" json:"hashes,omitempty"`                  // packed, 1..load_blocks_max
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Prefetch) Reset() {
+	*x = Prefetch{}
+	mi := &file_kvferry_v1_engine_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Prefetch) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Prefetch) ProtoMessage() {}
+
+func (x *Prefetch) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_engine_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Prefetch.ProtoReflect.Descriptor instead.
+func (*Prefetch) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *Prefetch) GetSpaceId() []byte {
+	if x != nil {
+		return x.SpaceId
+	}
+	return nil
+}
+
+func (x *Prefetch) GetHashes() []byte {
+	if x != nil {
+		return x.Hashes
+	}
+	return nil
+}
+
 // Load asks where blocks lie in the pool, and pins them there until Release or the deadline. The worker copies them itself.
 type Load struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1657,7 +1788,7 @@ type Load struct {
 
 func (x *Load) Reset() {
 	*x = Load{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[11]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1669,7 +1800,7 @@ func (x *Load) String() string {
 func (*Load) ProtoMessage() {}
 
 func (x *Load) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[11]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1682,7 +1813,7 @@ func (x *Load) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Load.ProtoReflect.Descriptor instead.
 func (*Load) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{11}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Load) GetOperation() uint64 {
@@ -1746,7 +1877,7 @@ type Accept struct {
 
 func (x *Accept) Reset() {
 	*x = Accept{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[12]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1758,7 +1889,7 @@ func (x *Accept) String() string {
 func (*Accept) ProtoMessage() {}
 
 func (x *Accept) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[12]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1771,7 +1902,7 @@ func (x *Accept) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Accept.ProtoReflect.Descriptor instead.
 func (*Accept) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{12}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Accept) GetLoad() *Load {
@@ -1823,7 +1954,7 @@ type LoadResult struct {
 
 func (x *LoadResult) Reset() {
 	*x = LoadResult{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[13]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1835,7 +1966,7 @@ func (x *LoadResult) String() string {
 func (*LoadResult) ProtoMessage() {}
 
 func (x *LoadResult) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[13]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1848,7 +1979,7 @@ func (x *LoadResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadResult.ProtoReflect.Descriptor instead.
 func (*LoadResult) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{13}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *LoadResult) GetOperation() uint64 {
@@ -1944,7 +2075,7 @@ type Lent struct {
 
 func (x *Lent) Reset() {
 	*x = Lent{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[14]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1956,7 +2087,7 @@ func (x *Lent) String() string {
 func (*Lent) ProtoMessage() {}
 
 func (x *Lent) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[14]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1969,7 +2100,7 @@ func (x *Lent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Lent.ProtoReflect.Descriptor instead.
 func (*Lent) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{14}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Lent) GetHandle() uint64 {
@@ -2024,7 +2155,7 @@ type LentGone struct {
 
 func (x *LentGone) Reset() {
 	*x = LentGone{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[15]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2036,7 +2167,7 @@ func (x *LentGone) String() string {
 func (*LentGone) ProtoMessage() {}
 
 func (x *LentGone) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[15]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2049,7 +2180,7 @@ func (x *LentGone) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LentGone.ProtoReflect.Descriptor instead.
 func (*LentGone) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{15}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *LentGone) GetHandle() uint64 {
@@ -2070,7 +2201,7 @@ type Release struct {
 
 func (x *Release) Reset() {
 	*x = Release{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[16]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2082,7 +2213,7 @@ func (x *Release) String() string {
 func (*Release) ProtoMessage() {}
 
 func (x *Release) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[16]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2095,7 +2226,7 @@ func (x *Release) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Release.ProtoReflect.Descriptor instead.
 func (*Release) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{16}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Release) GetOperations() []uint64 {
@@ -2122,7 +2253,7 @@ type Revoke struct {
 
 func (x *Revoke) Reset() {
 	*x = Revoke{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[17]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2134,7 +2265,7 @@ func (x *Revoke) String() string {
 func (*Revoke) ProtoMessage() {}
 
 func (x *Revoke) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[17]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2147,7 +2278,7 @@ func (x *Revoke) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Revoke.ProtoReflect.Descriptor instead.
 func (*Revoke) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{17}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Revoke) GetOperations() []uint64 {
@@ -2171,7 +2302,7 @@ type OperationEnd struct {
 
 func (x *OperationEnd) Reset() {
 	*x = OperationEnd{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[18]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2183,7 +2314,7 @@ func (x *OperationEnd) String() string {
 func (*OperationEnd) ProtoMessage() {}
 
 func (x *OperationEnd) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[18]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2196,7 +2327,7 @@ func (x *OperationEnd) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OperationEnd.ProtoReflect.Descriptor instead.
 func (*OperationEnd) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{18}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *OperationEnd) GetOperation() uint64 {
@@ -2257,7 +2388,7 @@ type Offer struct {
 
 func (x *Offer) Reset() {
 	*x = Offer{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[19]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2269,7 +2400,7 @@ func (x *Offer) String() string {
 func (*Offer) ProtoMessage() {}
 
 func (x *Offer) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[19]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2282,7 +2413,7 @@ func (x *Offer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Offer.ProtoReflect.Descriptor instead.
 func (*Offer) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{19}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Offer) GetOfferId() []byte {
@@ -2375,7 +2506,7 @@ type CompleteOffer struct {
 
 func (x *CompleteOffer) Reset() {
 	*x = CompleteOffer{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[20]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2387,7 +2518,7 @@ func (x *CompleteOffer) String() string {
 func (*CompleteOffer) ProtoMessage() {}
 
 func (x *CompleteOffer) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[20]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2400,7 +2531,7 @@ func (x *CompleteOffer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CompleteOffer.ProtoReflect.Descriptor instead.
 func (*CompleteOffer) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{20}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *CompleteOffer) GetOfferId() []byte {
@@ -2442,7 +2573,7 @@ type EndOffer struct {
 
 func (x *EndOffer) Reset() {
 	*x = EndOffer{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[21]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2454,7 +2585,7 @@ func (x *EndOffer) String() string {
 func (*EndOffer) ProtoMessage() {}
 
 func (x *EndOffer) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[21]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2467,7 +2598,7 @@ func (x *EndOffer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EndOffer.ProtoReflect.Descriptor instead.
 func (*EndOffer) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{21}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *EndOffer) GetOfferId() []byte {
@@ -2495,7 +2626,7 @@ type OfferServed struct {
 
 func (x *OfferServed) Reset() {
 	*x = OfferServed{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[22]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2507,7 +2638,7 @@ func (x *OfferServed) String() string {
 func (*OfferServed) ProtoMessage() {}
 
 func (x *OfferServed) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[22]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2520,7 +2651,7 @@ func (x *OfferServed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OfferServed.ProtoReflect.Descriptor instead.
 func (*OfferServed) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{22}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *OfferServed) GetOfferId() []byte {
@@ -2549,7 +2680,7 @@ type Refused struct {
 
 func (x *Refused) Reset() {
 	*x = Refused{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[23]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2561,7 +2692,7 @@ func (x *Refused) String() string {
 func (*Refused) ProtoMessage() {}
 
 func (x *Refused) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[23]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2574,7 +2705,7 @@ func (x *Refused) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Refused.ProtoReflect.Descriptor instead.
 func (*Refused) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{23}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *Refused) GetField() string {
@@ -2608,7 +2739,7 @@ type ReleaseLease struct {
 
 func (x *ReleaseLease) Reset() {
 	*x = ReleaseLease{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[24]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2620,7 +2751,7 @@ func (x *ReleaseLease) String() string {
 func (*ReleaseLease) ProtoMessage() {}
 
 func (x *ReleaseLease) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[24]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2633,7 +2764,7 @@ func (x *ReleaseLease) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseLease.ProtoReflect.Descriptor instead.
 func (*ReleaseLease) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{24}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ReleaseLease) GetRequestIds() []string {
@@ -2653,7 +2784,7 @@ type Draining struct {
 
 func (x *Draining) Reset() {
 	*x = Draining{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[25]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2665,7 +2796,7 @@ func (x *Draining) String() string {
 func (*Draining) ProtoMessage() {}
 
 func (x *Draining) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[25]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2678,7 +2809,7 @@ func (x *Draining) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Draining.ProtoReflect.Descriptor instead.
 func (*Draining) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{25}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *Draining) GetDeadlineMs() uint32 {
@@ -2703,7 +2834,7 @@ type MatchRequest struct {
 
 func (x *MatchRequest) Reset() {
 	*x = MatchRequest{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[26]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2715,7 +2846,7 @@ func (x *MatchRequest) String() string {
 func (*MatchRequest) ProtoMessage() {}
 
 func (x *MatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[26]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2728,7 +2859,7 @@ func (x *MatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MatchRequest.ProtoReflect.Descriptor instead.
 func (*MatchRequest) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{26}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *MatchRequest) GetSessionId() uint64 {
@@ -2796,7 +2927,7 @@ type MatchResponse struct {
 
 func (x *MatchResponse) Reset() {
 	*x = MatchResponse{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[27]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2808,7 +2939,7 @@ func (x *MatchResponse) String() string {
 func (*MatchResponse) ProtoMessage() {}
 
 func (x *MatchResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[27]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2821,7 +2952,7 @@ func (x *MatchResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MatchResponse.ProtoReflect.Descriptor instead.
 func (*MatchResponse) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{27}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *MatchResponse) GetBlocks() uint32 {
@@ -2901,7 +3032,7 @@ type Ticket struct {
 
 func (x *Ticket) Reset() {
 	*x = Ticket{}
-	mi := &file_kvferry_v1_engine_proto_msgTypes[28]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2913,7 +3044,7 @@ func (x *Ticket) String() string {
 func (*Ticket) ProtoMessage() {}
 
 func (x *Ticket) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_engine_proto_msgTypes[28]
+	mi := &file_kvferry_v1_engine_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2926,7 +3057,7 @@ func (x *Ticket) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ticket.ProtoReflect.Descriptor instead.
 func (*Ticket) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{28}
+	return file_kvferry_v1_engine_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Ticket) GetWireVersion() uint32 {
@@ -3018,7 +3149,7 @@ var File_kvferry_v1_engine_proto protoreflect.FileDescriptor
 const file_kvferry_v1_engine_proto_rawDesc = "" +
 	"\n" +
 	"\x17kvferry/v1/engine.proto\x12\n" +
-	"kvferry.v1\"\xc0\x04\n" +
+	"kvferry.v1\"\xf4\x04\n" +
 	"\x0eSessionRequest\x12)\n" +
 	"\x05hello\x18\x01 \x01(\v2\x11.kvferry.v1.HelloH\x00R\x05hello\x123\n" +
 	"\tuse_space\x18\x02 \x01(\v2\x14.kvferry.v1.UseSpaceH\x00R\buseSpace\x12)\n" +
@@ -3031,7 +3162,8 @@ const file_kvferry_v1_engine_proto_rawDesc = "" +
 	"\rrelease_lease\x18\t \x01(\v2\x18.kvferry.v1.ReleaseLeaseH\x00R\freleaseLease\x12B\n" +
 	"\x0ecomplete_offer\x18\n" +
 	" \x01(\v2\x19.kvferry.v1.CompleteOfferH\x00R\rcompleteOffer\x123\n" +
-	"\tend_offer\x18\v \x01(\v2\x14.kvferry.v1.EndOfferH\x00R\bendOfferB\t\n" +
+	"\tend_offer\x18\v \x01(\v2\x14.kvferry.v1.EndOfferH\x00R\bendOffer\x122\n" +
+	"\bprefetch\x18\f \x01(\v2\x14.kvferry.v1.PrefetchH\x00R\bprefetchB\t\n" +
 	"\amessage\"\x90\x04\n" +
 	"\x0fSessionResponse\x12/\n" +
 	"\awelcome\x18\x01 \x01(\v2\x13.kvferry.v1.WelcomeH\x00R\awelcome\x122\n" +
@@ -3123,7 +3255,7 @@ const file_kvferry_v1_engine_proto_rawDesc = "" +
 	"\n" +
 	"SpaceReady\x12\x1a\n" +
 	"\bsequence\x18\x01 \x01(\rR\bsequence\x12\x19\n" +
-	"\bspace_id\x18\x02 \x01(\fR\aspaceId\"\xfb\x01\n" +
+	"\bspace_id\x18\x02 \x01(\fR\aspaceId\"\xb0\x02\n" +
 	"\x05Store\x12\x1c\n" +
 	"\toperation\x18\x01 \x01(\x04R\toperation\x12\x12\n" +
 	"\x04word\x18\x02 \x01(\rR\x04word\x12\x19\n" +
@@ -3135,7 +3267,12 @@ const file_kvferry_v1_engine_proto_rawDesc = "" +
 	"\x06hashes\x18\a \x01(\fR\x06hashes\x12\x18\n" +
 	"\aparents\x18\b \x01(\fR\aparents\x12\x1f\n" +
 	"\vdeadline_ms\x18\t \x01(\rR\n" +
-	"deadlineMs\"\xab\x01\n" +
+	"deadlineMs\x123\n" +
+	"\tretention\x18\n" +
+	" \x01(\x0e2\x15.kvferry.v1.RetentionR\tretention\"=\n" +
+	"\bPrefetch\x12\x19\n" +
+	"\bspace_id\x18\x01 \x01(\fR\aspaceId\x12\x16\n" +
+	"\x06hashes\x18\x02 \x01(\fR\x06hashes\"\xab\x01\n" +
 	"\x04Load\x12\x1c\n" +
 	"\toperation\x18\x01 \x01(\x04R\toperation\x12\x12\n" +
 	"\x04word\x18\x02 \x01(\rR\x04word\x12\x19\n" +
@@ -3278,7 +3415,12 @@ const file_kvferry_v1_engine_proto_rawDesc = "" +
 	"RegionKind\x12\x1b\n" +
 	"\x17REGION_KIND_UNSPECIFIED\x10\x00\x12\x1b\n" +
 	"\x17REGION_KIND_SHARED_HOST\x10\x01\x12\x17\n" +
-	"\x13REGION_KIND_STAGING\x10\x02*\xa4\x01\n" +
+	"\x13REGION_KIND_STAGING\x10\x02*^\n" +
+	"\tRetention\x12\x14\n" +
+	"\x10RETENTION_NORMAL\x10\x00\x12\x12\n" +
+	"\x0eRETENTION_NONE\x10\x01\x12\x13\n" +
+	"\x0fRETENTION_SHORT\x10\x02\x12\x12\n" +
+	"\x0eRETENTION_LONG\x10\x03*\xa4\x01\n" +
 	"\vBlockStatus\x12\x1c\n" +
 	"\x18BLOCK_STATUS_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12BLOCK_STATUS_READY\x10\x01\x12\x15\n" +
@@ -3314,86 +3456,90 @@ func file_kvferry_v1_engine_proto_rawDescGZIP() []byte {
 	return file_kvferry_v1_engine_proto_rawDescData
 }
 
-var file_kvferry_v1_engine_proto_enumTypes = make([]protoimpl.EnumInfo, 6)
-var file_kvferry_v1_engine_proto_msgTypes = make([]protoimpl.MessageInfo, 29)
+var file_kvferry_v1_engine_proto_enumTypes = make([]protoimpl.EnumInfo, 7)
+var file_kvferry_v1_engine_proto_msgTypes = make([]protoimpl.MessageInfo, 30)
 var file_kvferry_v1_engine_proto_goTypes = []any{
 	(Role)(0),               // 0: kvferry.v1.Role
 	(ShardKind)(0),          // 1: kvferry.v1.ShardKind
 	(RegionKind)(0),         // 2: kvferry.v1.RegionKind
-	(BlockStatus)(0),        // 3: kvferry.v1.BlockStatus
-	(BlockSource)(0),        // 4: kvferry.v1.BlockSource
-	(Outcome)(0),            // 5: kvferry.v1.Outcome
-	(*SessionRequest)(nil),  // 6: kvferry.v1.SessionRequest
-	(*SessionResponse)(nil), // 7: kvferry.v1.SessionResponse
-	(*Hello)(nil),           // 8: kvferry.v1.Hello
-	(*Space)(nil),           // 9: kvferry.v1.Space
-	(*Region)(nil),          // 10: kvferry.v1.Region
-	(*Plane)(nil),           // 11: kvferry.v1.Plane
-	(*Welcome)(nil),         // 12: kvferry.v1.Welcome
-	(*Attached)(nil),        // 13: kvferry.v1.Attached
-	(*UseSpace)(nil),        // 14: kvferry.v1.UseSpace
-	(*SpaceReady)(nil),      // 15: kvferry.v1.SpaceReady
-	(*Store)(nil),           // 16: kvferry.v1.Store
-	(*Load)(nil),            // 17: kvferry.v1.Load
-	(*Accept)(nil),          // 18: kvferry.v1.Accept
-	(*LoadResult)(nil),      // 19: kvferry.v1.LoadResult
-	(*Lent)(nil),            // 20: kvferry.v1.Lent
-	(*LentGone)(nil),        // 21: kvferry.v1.LentGone
-	(*Release)(nil),         // 22: kvferry.v1.Release
-	(*Revoke)(nil),          // 23: kvferry.v1.Revoke
-	(*OperationEnd)(nil),    // 24: kvferry.v1.OperationEnd
-	(*Offer)(nil),           // 25: kvferry.v1.Offer
-	(*CompleteOffer)(nil),   // 26: kvferry.v1.CompleteOffer
-	(*EndOffer)(nil),        // 27: kvferry.v1.EndOffer
-	(*OfferServed)(nil),     // 28: kvferry.v1.OfferServed
-	(*Refused)(nil),         // 29: kvferry.v1.Refused
-	(*ReleaseLease)(nil),    // 30: kvferry.v1.ReleaseLease
-	(*Draining)(nil),        // 31: kvferry.v1.Draining
-	(*MatchRequest)(nil),    // 32: kvferry.v1.MatchRequest
-	(*MatchResponse)(nil),   // 33: kvferry.v1.MatchResponse
-	(*Ticket)(nil),          // 34: kvferry.v1.Ticket
+	(Retention)(0),          // 3: kvferry.v1.Retention
+	(BlockStatus)(0),        // 4: kvferry.v1.BlockStatus
+	(BlockSource)(0),        // 5: kvferry.v1.BlockSource
+	(Outcome)(0),            // 6: kvferry.v1.Outcome
+	(*SessionRequest)(nil),  // 7: kvferry.v1.SessionRequest
+	(*SessionResponse)(nil), // 8: kvferry.v1.SessionResponse
+	(*Hello)(nil),           // 9: kvferry.v1.Hello
+	(*Space)(nil),           // 10: kvferry.v1.Space
+	(*Region)(nil),          // 11: kvferry.v1.Region
+	(*Plane)(nil),           // 12: kvferry.v1.Plane
+	(*Welcome)(nil),         // 13: kvferry.v1.Welcome
+	(*Attached)(nil),        // 14: kvferry.v1.Attached
+	(*UseSpace)(nil),        // 15: kvferry.v1.UseSpace
+	(*SpaceReady)(nil),      // 16: kvferry.v1.SpaceReady
+	(*Store)(nil),           // 17: kvferry.v1.Store
+	(*Prefetch)(nil),        // 18: kvferry.v1.Prefetch
+	(*Load)(nil),            // 19: kvferry.v1.Load
+	(*Accept)(nil),          // 20: kvferry.v1.Accept
+	(*LoadResult)(nil),      // 21: kvferry.v1.LoadResult
+	(*Lent)(nil),            // 22: kvferry.v1.Lent
+	(*LentGone)(nil),        // 23: kvferry.v1.LentGone
+	(*Release)(nil),         // 24: kvferry.v1.Release
+	(*Revoke)(nil),          // 25: kvferry.v1.Revoke
+	(*OperationEnd)(nil),    // 26: kvferry.v1.OperationEnd
+	(*Offer)(nil),           // 27: kvferry.v1.Offer
+	(*CompleteOffer)(nil),   // 28: kvferry.v1.CompleteOffer
+	(*EndOffer)(nil),        // 29: kvferry.v1.EndOffer
+	(*OfferServed)(nil),     // 30: kvferry.v1.OfferServed
+	(*Refused)(nil),         // 31: kvferry.v1.Refused
+	(*ReleaseLease)(nil),    // 32: kvferry.v1.ReleaseLease
+	(*Draining)(nil),        // 33: kvferry.v1.Draining
+	(*MatchRequest)(nil),    // 34: kvferry.v1.MatchRequest
+	(*MatchResponse)(nil),   // 35: kvferry.v1.MatchResponse
+	(*Ticket)(nil),          // 36: kvferry.v1.Ticket
 }
 var file_kvferry_v1_engine_proto_depIdxs = []int32{
-	8,  // 0: kvferry.v1.SessionRequest.hello:type_name -> kvferry.v1.Hello
-	14, // 1: kvferry.v1.SessionRequest.use_space:type_name -> kvferry.v1.UseSpace
-	16, // 2: kvferry.v1.SessionRequest.store:type_name -> kvferry.v1.Store
-	17, // 3: kvferry.v1.SessionRequest.load:type_name -> kvferry.v1.Load
-	18, // 4: kvferry.v1.SessionRequest.accept:type_name -> kvferry.v1.Accept
-	22, // 5: kvferry.v1.SessionRequest.release:type_name -> kvferry.v1.Release
-	23, // 6: kvferry.v1.SessionRequest.revoke:type_name -> kvferry.v1.Revoke
-	25, // 7: kvferry.v1.SessionRequest.offer:type_name -> kvferry.v1.Offer
-	30, // 8: kvferry.v1.SessionRequest.release_lease:type_name -> kvferry.v1.ReleaseLease
-	26, // 9: kvferry.v1.SessionRequest.complete_offer:type_name -> kvferry.v1.CompleteOffer
-	27, // 10: kvferry.v1.SessionRequest.end_offer:type_name -> kvferry.v1.EndOffer
-	12, // 11: kvferry.v1.SessionResponse.welcome:type_name -> kvferry.v1.Welcome
-	13, // 12: kvferry.v1.SessionResponse.attached:type_name -> kvferry.v1.Attached
-	15, // 13: kvferry.v1.SessionResponse.space_ready:type_name -> kvferry.v1.SpaceReady
-	24, // 14: kvferry.v1.SessionResponse.operation_end:type_name -> kvferry.v1.OperationEnd
-	19, // 15: kvferry.v1.SessionResponse.load_result:type_name -> kvferry.v1.LoadResult
-	29, // 16: kvferry.v1.SessionResponse.refused:type_name -> kvferry.v1.Refused
-	31, // 17: kvferry.v1.SessionResponse.draining:type_name -> kvferry.v1.Draining
-	28, // 18: kvferry.v1.SessionResponse.offer_served:type_name -> kvferry.v1.OfferServed
-	21, // 19: kvferry.v1.SessionResponse.lent_gone:type_name -> kvferry.v1.LentGone
-	0,  // 20: kvferry.v1.Hello.role:type_name -> kvferry.v1.Role
-	9,  // 21: kvferry.v1.Hello.space:type_name -> kvferry.v1.Space
-	10, // 22: kvferry.v1.Hello.regions:type_name -> kvferry.v1.Region
-	1,  // 23: kvferry.v1.Space.shard_kind:type_name -> kvferry.v1.ShardKind
-	2,  // 24: kvferry.v1.Region.kind:type_name -> kvferry.v1.RegionKind
-	11, // 25: kvferry.v1.Region.planes:type_name -> kvferry.v1.Plane
-	9,  // 26: kvferry.v1.UseSpace.space:type_name -> kvferry.v1.Space
-	17, // 27: kvferry.v1.Accept.load:type_name -> kvferry.v1.Load
-	20, // 28: kvferry.v1.LoadResult.lent:type_name -> kvferry.v1.Lent
-	11, // 29: kvferry.v1.Lent.planes:type_name -> kvferry.v1.Plane
-	5,  // 30: kvferry.v1.OperationEnd.outcome:type_name -> kvferry.v1.Outcome
-	6,  // 31: kvferry.v1.Engine.Session:input_type -> kvferry.v1.SessionRequest
-	32, // 32: kvferry.v1.Engine.Match:input_type -> kvferry.v1.MatchRequest
-	7,  // 33: kvferry.v1.Engine.Session:output_type -> kvferry.v1.SessionResponse
-	33, // 34: kvferry.v1.Engine.Match:output_type -> kvferry.v1.MatchResponse
-	33, // [33:35] is the sub-list for method output_type
-	31, // [31:33] is the sub-list for method input_type
-	31, // [31:31] is the sub-list for extension type_name
-	31, // [31:31] is the sub-list for extension extendee
-	0,  // [0:31] is the sub-list for field type_name
+	9,  // 0: kvferry.v1.SessionRequest.hello:type_name -> kvferry.v1.Hello
+	15, // 1: kvferry.v1.SessionRequest.use_space:type_name -> kvferry.v1.UseSpace
+	17, // 2: kvferry.v1.SessionRequest.store:type_name -> kvferry.v1.Store
+	19, // 3: kvferry.v1.SessionRequest.load:type_name -> kvferry.v1.Load
+	20, // 4: kvferry.v1.SessionRequest.accept:type_name -> kvferry.v1.Accept
+	24, // 5: kvferry.v1.SessionRequest.release:type_name -> kvferry.v1.Release
+	25, // 6: kvferry.v1.SessionRequest.revoke:type_name -> kvferry.v1.Revoke
+	27, // 7: kvferry.v1.SessionRequest.offer:type_name -> kvferry.v1.Offer
+	32, // 8: kvferry.v1.SessionRequest.release_lease:type_name -> kvferry.v1.ReleaseLease
+	28, // 9: kvferry.v1.SessionRequest.complete_offer:type_name -> kvferry.v1.CompleteOffer
+	29, // 10: kvferry.v1.SessionRequest.end_offer:type_name -> kvferry.v1.EndOffer
+	18, // 11: kvferry.v1.SessionRequest.prefetch:type_name -> kvferry.v1.Prefetch
+	13, // 12: kvferry.v1.SessionResponse.welcome:type_name -> kvferry.v1.Welcome
+	14, // 13: kvferry.v1.SessionResponse.attached:type_name -> kvferry.v1.Attached
+	16, // 14: kvferry.v1.SessionResponse.space_ready:type_name -> kvferry.v1.SpaceReady
+	26, // 15: kvferry.v1.SessionResponse.operation_end:type_name -> kvferry.v1.OperationEnd
+	21, // 16: kvferry.v1.SessionResponse.load_result:type_name -> kvferry.v1.LoadResult
+	31, // 17: kvferry.v1.SessionResponse.refused:type_name -> kvferry.v1.Refused
+	33, // 18: kvferry.v1.SessionResponse.draining:type_name -> kvferry.v1.Draining
+	30, // 19: kvferry.v1.SessionResponse.offer_served:type_name -> kvferry.v1.OfferServed
+	23, // 20: kvferry.v1.SessionResponse.lent_gone:type_name -> kvferry.v1.LentGone
+	0,  // 21: kvferry.v1.Hello.role:type_name -> kvferry.v1.Role
+	10, // 22: kvferry.v1.Hello.space:type_name -> kvferry.v1.Space
+	11, // 23: kvferry.v1.Hello.regions:type_name -> kvferry.v1.Region
+	1,  // 24: kvferry.v1.Space.shard_kind:type_name -> kvferry.v1.ShardKind
+	2,  // 25: kvferry.v1.Region.kind:type_name -> kvferry.v1.RegionKind
+	12, // 26: kvferry.v1.Region.planes:type_name -> kvferry.v1.Plane
+	10, // 27: kvferry.v1.UseSpace.space:type_name -> kvferry.v1.Space
+	3,  // 28: kvferry.v1.Store.retention:type_name -> kvferry.v1.Retention
+	19, // 29: kvferry.v1.Accept.load:type_name -> kvferry.v1.Load
+	22, // 30: kvferry.v1.LoadResult.lent:type_name -> kvferry.v1.Lent
+	12, // 31: kvferry.v1.Lent.planes:type_name -> kvferry.v1.Plane
+	6,  // 32: kvferry.v1.OperationEnd.outcome:type_name -> kvferry.v1.Outcome
+	7,  // 33: kvferry.v1.Engine.Session:input_type -> kvferry.v1.SessionRequest
+	34, // 34: kvferry.v1.Engine.Match:input_type -> kvferry.v1.MatchRequest
+	8,  // 35: kvferry.v1.Engine.Session:output_type -> kvferry.v1.SessionResponse
+	35, // 36: kvferry.v1.Engine.Match:output_type -> kvferry.v1.MatchResponse
+	35, // [35:37] is the sub-list for method output_type
+	33, // [33:35] is the sub-list for method input_type
+	33, // [33:33] is the sub-list for extension type_name
+	33, // [33:33] is the sub-list for extension extendee
+	0,  // [0:33] is the sub-list for field type_name
 }
 
 func init() { file_kvferry_v1_engine_proto_init() }
@@ -3413,6 +3559,7 @@ func file_kvferry_v1_engine_proto_init() {
 		(*SessionRequest_ReleaseLease)(nil),
 		(*SessionRequest_CompleteOffer)(nil),
 		(*SessionRequest_EndOffer)(nil),
+		(*SessionRequest_Prefetch)(nil),
 	}
 	file_kvferry_v1_engine_proto_msgTypes[1].OneofWrappers = []any{
 		(*SessionResponse_Welcome)(nil),
@@ -3430,8 +3577,8 @@ func file_kvferry_v1_engine_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvferry_v1_engine_proto_rawDesc), len(file_kvferry_v1_engine_proto_rawDesc)),
-			NumEnums:      6,
-			NumMessages:   29,
+			NumEnums:      7,
+			NumMessages:   30,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

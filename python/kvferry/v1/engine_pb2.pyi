@@ -25,6 +25,13 @@ class RegionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REGION_KIND_SHARED_HOST: _ClassVar[RegionKind]
     REGION_KIND_STAGING: _ClassVar[RegionKind]
 
+class Retention(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RETENTION_NORMAL: _ClassVar[Retention]
+    RETENTION_NONE: _ClassVar[Retention]
+    RETENTION_SHORT: _ClassVar[Retention]
+    RETENTION_LONG: _ClassVar[Retention]
+
 class BlockStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     BLOCK_STATUS_UNSPECIFIED: _ClassVar[BlockStatus]
@@ -58,6 +65,10 @@ SHARD_KIND_REPLICATED: ShardKind
 REGION_KIND_UNSPECIFIED: RegionKind
 REGION_KIND_SHARED_HOST: RegionKind
 REGION_KIND_STAGING: RegionKind
+RETENTION_NORMAL: Retention
+RETENTION_NONE: Retention
+RETENTION_SHORT: Retention
+RETENTION_LONG: Retention
 BLOCK_STATUS_UNSPECIFIED: BlockStatus
 BLOCK_STATUS_READY: BlockStatus
 BLOCK_STATUS_MISS: BlockStatus
@@ -76,7 +87,7 @@ OUTCOME_BUSY: Outcome
 OUTCOME_REJECTED: Outcome
 
 class SessionRequest(_message.Message):
-    __slots__ = ("hello", "use_space", "store", "load", "accept", "release", "revoke", "offer", "release_lease", "complete_offer", "end_offer")
+    __slots__ = ("hello", "use_space", "store", "load", "accept", "release", "revoke", "offer", "release_lease", "complete_offer", "end_offer", "prefetch")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     USE_SPACE_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +99,7 @@ class SessionRequest(_message.Message):
     RELEASE_LEASE_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_OFFER_FIELD_NUMBER: _ClassVar[int]
     END_OFFER_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     use_space: UseSpace
     store: Store
@@ -99,7 +111,8 @@ class SessionRequest(_message.Message):
     release_lease: ReleaseLease
     complete_offer: CompleteOffer
     end_offer: EndOffer
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., use_space: _Optional[_Union[UseSpace, _Mapping]] = ..., store: _Optional[_Union[Store, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., revoke: _Optional[_Union[Revoke, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., release_lease: _Optional[_Union[ReleaseLease, _Mapping]] = ..., complete_offer: _Optional[_Union[CompleteOffer, _Mapping]] = ..., end_offer: _Optional[_Union[EndOffer, _Mapping]] = ...) -> None: ...
+    prefetch: Prefetch
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., use_space: _Optional[_Union[UseSpace, _Mapping]] = ..., store: _Optional[_Union[Store, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., revoke: _Optional[_Union[Revoke, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., release_lease: _Optional[_Union[ReleaseLease, _Mapping]] = ..., complete_offer: _Optional[_Union[CompleteOffer, _Mapping]] = ..., end_offer: _Optional[_Union[EndOffer, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
     __slots__ = ("welcome", "attached", "space_ready", "operation_end", "load_result", "refused", "draining", "offer_served", "lent_gone")
@@ -274,7 +287,7 @@ class SpaceReady(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., space_id: _Optional[bytes] = ...) -> None: ...
 
 class Store(_message.Message):
-    __slots__ = ("operation", "word", "space_id", "request_id", "region", "block_ids", "hashes", "parents", "deadline_ms")
+    __slots__ = ("operation", "word", "space_id", "request_id", "region", "block_ids", "hashes", "parents", "deadline_ms", "retention")
     OPERATION_FIELD_NUMBER: _ClassVar[int]
     WORD_FIELD_NUMBER: _ClassVar[int]
     SPACE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -284,6 +297,7 @@ class Store(_message.Message):
     HASHES_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_FIELD_NUMBER: _ClassVar[int]
     operation: int
     word: int
     space_id: bytes
@@ -293,7 +307,16 @@ class Store(_message.Message):
     hashes: bytes
     parents: bytes
     deadline_ms: int
-    def __init__(self, operation: _Optional[int] = ..., word: _Optional[int] = ..., space_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., region: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., hashes: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    retention: Retention
+    def __init__(self, operation: _Optional[int] = ..., word: _Optional[int] = ..., space_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., region: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., hashes: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., retention: _Optional[_Union[Retention, str]] = ...) -> None: ...
+
+class Prefetch(_message.Message):
+    __slots__ = ("space_id", "hashes")
+    SPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    space_id: bytes
+    hashes: bytes
+    def __init__(self, space_id: _Optional[bytes] = ..., hashes: _Optional[bytes] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("operation", "word", "space_id", "request_id", "hashes", "deadline_ms")
