@@ -1614,6 +1614,1292 @@ func (x *FetchesResponse) GetDecisions() []*FetchDecision {
 	return nil
 }
 
+type TiersRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TiersRequest) Reset() {
+	*x = TiersRequest{}
+	mi := &file_kvferry_v1_admin_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TiersRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TiersRequest) ProtoMessage() {}
+
+func (x *TiersRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_admin_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TiersRequest.ProtoReflect.Descriptor instead.
+func (*TiersRequest) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{20}
+}
+
+// StoreInfo is the pool or a drive.
+type StoreInfo struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Tier          string                 `protobuf:"bytes,1,opt,name=tier,proto3" json:"tier,omitempty"` // "dram", "nvme"
+	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"` // path of its file
+	CapacityBytes uint64                 `protobuf:"varint,3,opt,name=capacity_bytes,json=capacityBytes,proto3" json:"capacity_bytes,omitempty"`
+	UsedBytes     uint64                 `protobuf:"varint,4,opt,name=used_bytes,json=usedBytes,proto3" json:"used_bytes,omitempty"`
+	FreeBytes     uint64                 `protobuf:"varint,5,opt,name=free_bytes,json=freeBytes,proto3" json:"free_bytes,omitempty"` // capacity_bytes - used_bytes, always
+	Blocks        uint64                 `protobuf:"varint,6,opt,name=blocks,proto3" json:"blocks,omitempty"`                        // that have a part there
+	Health        Health                 `protobuf:"varint,7,opt,name=health,proto3,enum=kvferry.v1.Health" json:"health,omitempty"`
+	Reason        string                 `protobuf:"bytes,8,opt,name=reason,proto3" json:"reason,omitempty"` // why it is not OK
+	SinceUnixMs   int64                  `protobuf:"varint,9,opt,name=since_unix_ms,json=sinceUnixMs,proto3" json:"since_unix_ms,omitempty"`
+	// Of drives.
+	Engine               string  `protobuf:"bytes,10,opt,name=engine,proto3" json:"engine,omitempty"`                         // "uring", "threads"; and why, where it is not what was wanted
+	ReadBytes            uint64  `protobuf:"varint,11,opt,name=read_bytes,json=readBytes,proto3" json:"read_bytes,omitempty"` // since the daemon's start
+	WrittenBytes         uint64  `protobuf:"varint,12,opt,name=written_bytes,json=writtenBytes,proto3" json:"written_bytes,omitempty"`
+	ReadErrors           uint64  `protobuf:"varint,13,opt,name=read_errors,json=readErrors,proto3" json:"read_errors,omitempty"`
+	WriteErrors          uint64  `protobuf:"varint,14,opt,name=write_errors,json=writeErrors,proto3" json:"write_errors,omitempty"`
+	Corrupt              uint64  `protobuf:"varint,15,opt,name=corrupt,proto3" json:"corrupt,omitempty"` // slots whose checksum did not hold
+	ReadP50Us            uint32  `protobuf:"varint,16,opt,name=read_p50_us,json=readP50Us,proto3" json:"read_p50_us,omitempty"`
+	ReadP99Us            uint32  `protobuf:"varint,17,opt,name=read_p99_us,json=readP99Us,proto3" json:"read_p99_us,omitempty"`
+	WriteP50Us           uint32  `protobuf:"varint,18,opt,name=write_p50_us,json=writeP50Us,proto3" json:"write_p50_us,omitempty"`
+	WriteP99Us           uint32  `protobuf:"varint,19,opt,name=write_p99_us,json=writeP99Us,proto3" json:"write_p99_us,omitempty"`
+	LifetimeWrittenBytes uint64  `protobuf:"varint,20,opt,name=lifetime_written_bytes,json=lifetimeWrittenBytes,proto3" json:"lifetime_written_bytes,omitempty"` // wear: payload written in the file's life
+	ReadRate             float64 `protobuf:"fixed64,21,opt,name=read_rate,json=readRate,proto3" json:"read_rate,omitempty"`                                      // bytes/s, smoothed
+	Queued               uint32  `protobuf:"varint,22,opt,name=queued,proto3" json:"queued,omitempty"`                                                           // transfers
+	Running              uint32  `protobuf:"varint,23,opt,name=running,proto3" json:"running,omitempty"`
+	Slow                 string  `protobuf:"bytes,24,opt,name=slow,proto3" json:"slow,omitempty"` // why it is left alone where computing is faster; empty: it is not
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
+}
+
+func (x *StoreInfo) Reset() {
+	*x = StoreInfo{}
+	mi := &file_kvferry_v1_admin_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StoreInfo) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StoreInfo) ProtoMessage() {}
+
+func (x *StoreInfo) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_admin_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StoreInfo.ProtoReflect.Descriptor instead.
+func (*StoreInfo) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *StoreInfo) GetTier() string {
+	if x != nil {
+		return x.Tier
+	}
+	return ""
+}
+
+func (x *StoreInfo) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *StoreInfo) GetCapacityBytes() uint64 {
+	if x != nil {
+		return x.CapacityBytes
+	}
+	return 0
+}
+
+func (x *StoreInfo) GetUsedBytes() uint64 {
+	if x != nil {
+		return x.UsedBytes
+	}
+	return 0
+}
+
+func (x *StoreInfo) GetFreeBytes() uint64 {
+	if x != nil {
+		return x.FreeBytes
+	}
+	return 0
+}
+
+func (x *StoreInfo) GetBlocks() uint64 {
+	if x != nil {
+		return x.Blocks
+	}
+	return 0
+}
+
+func (x *StoreInfo) GetHealth() Health {
+	if x != nil {
+		return x.Health
+	}
+	return Health_HEALTH_UNSPECIFIED
+}
+
+func (x *StoreInfo) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+func (x *StoreInfo) GetSinceUnixMs() int64 {
+	if x != nil {
+		return x.SinceUnixMs
+	}
+	return 0
+}
+
+func (x *StoreInfo) GetEngine() string {
+	if x != nil {
+		return x.Engine
+	}
+	return ""
+}
+
+func (x *StoreInfo) GetReadBytes() uint64 {
+	if x != nil {
+		return x.ReadBytes
+	}
+	return 0
+}
+
+func (x *StoreInfo) GetWrittenBytes() uint64 {
+	if x != nil {
+		return x.WrittenBytes
+	}
+	return 0
+}
+
+func (x *StoreInfo) GetReadErrors() uint64 {
+	if x != nil {
+		return x.ReadErrors
+	}
+	return 0
+}
+
+func (x *StoreInfo) GetWriteErrors() uint64 {
+	if x != nil {
+		return x.WriteErrors
+	}
+	return 0
+}
+
+func (x *StoreInfo) GetCorrupt() uint64 {
+	if x != nil {
+		return x.Corrupt
+	}
+	return 0
+}
+
+func (x *StoreInfo) GetReadP50Us() uint32 {
+	if x != nil {
+		return x.ReadP50Us
+	}
+	return 0
+}
+
+func (x *StoreInfo) GetReadP99Us() uint32 {
+	if x != nil {
+		return x.ReadP99Us
+	}
+	return 0
+}
+
+func (x *StoreInfo) GetWriteP50Us() uint32 {
+	if x != nil {
+		return x.WriteP50Us
+	}
+	return 0
+}
+
+func (x *StoreInfo) GetWriteP99Us() uint32 {
+	if x != nil {
+		return x.WriteP99Us
+	}
+	return 0
+}
+
+func (x *StoreInfo) GetLifetimeWrittenBytes() uint64 {
+	if x != nil {
+		return x.LifetimeWrittenBytes
+	}
+	return 0
+}
+
+func (x *StoreInfo) GetReadRate() float64 {
+	if x != nil {
+		return x.ReadRate
+	}
+	return 0
+}
+
+func (x *StoreInfo) GetQueued() uint32 {
+	if x != nil {
+		return x.Queued
+	}
+	return 0
+}
+
+func (x *StoreInfo) GetRunning() uint32 {
+	if x != nil {
+		return x.Running
+	}
+	return 0
+}
+
+func (x *StoreInfo) GetSlow() string {
+	if x != nil {
+		return x.Slow
+	}
+	return ""
+}
+
+type TiersResponse struct {
+	state             protoimpl.MessageState `protogen:"open.v1"`
+	Stores            []*StoreInfo           `protobuf:"bytes,1,rep,name=stores,proto3" json:"stores,omitempty"` // the pool first
+	Policy            string                 `protobuf:"bytes,2,opt,name=policy,proto3" json:"policy,omitempty"`
+	PromotedShards    uint64                 `protobuf:"varint,3,opt,name=promoted_shards,json=promotedShards,proto3" json:"promoted_shards,omitempty"` // since the daemon's start
+	DemotedShards     uint64                 `protobuf:"varint,4,opt,name=demoted_shards,json=demotedShards,proto3" json:"demoted_shards,omitempty"`
+	NotAdmittedBlocks uint64                 `protobuf:"varint,5,opt,name=not_admitted_blocks,json=notAdmittedBlocks,proto3" json:"not_admitted_blocks,omitempty"` // not written because the write budget was short
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
+}
+
+func (x *TiersResponse) Reset() {
+	*x = TiersResponse{}
+	mi := &file_kvferry_v1_admin_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TiersResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TiersResponse) ProtoMessage() {}
+
+func (x *TiersResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_admin_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TiersResponse.ProtoReflect.Descriptor instead.
+func (*TiersResponse) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *TiersResponse) GetStores() []*StoreInfo {
+	if x != nil {
+		return x.Stores
+	}
+	return nil
+}
+
+func (x *TiersResponse) GetPolicy() string {
+	if x != nil {
+		return x.Policy
+	}
+	return ""
+}
+
+func (x *TiersResponse) GetPromotedShards() uint64 {
+	if x != nil {
+		return x.PromotedShards
+	}
+	return 0
+}
+
+func (x *TiersResponse) GetDemotedShards() uint64 {
+	if x != nil {
+		return x.DemotedShards
+	}
+	return 0
+}
+
+func (x *TiersResponse) GetNotAdmittedBlocks() uint64 {
+	if x != nil {
+		return x.NotAdmittedBlocks
+	}
+	return 0
+}
+
+// BlockSelection names blocks by a prefix of their hashes.
+type BlockSelection struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	SpaceId       []byte                 `protobuf:"bytes,1,opt,name=space_id,json=spaceId,proto3" json:"space_id,omitempty"`          // 32 bytes, or empty for all
+	HashPrefix    []byte                 `protobuf:"bytes,2,opt,name=hash_prefix,json=hashPrefix,proto3" json:"hash_prefix,omitempty"` // 0..32 bytes
+	All           bool                   `protobuf:"varint,3,opt,name=all,proto3" json:"all,omitempty"`                                // must be set where hash_prefix is empty
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *BlockSelection) Reset() {
+	*x = BlockSelection{}
+	mi := &file_kvferry_v1_admin_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *BlockSelection) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*BlockSelection) ProtoMessage() {}
+
+func (x *BlockSelection) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_admin_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use BlockSelection.ProtoReflect.Descriptor instead.
+func (*BlockSelection) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *BlockSelection) GetSpaceId() []byte {
+	if x != nil {
+		return x.SpaceId
+	}
+	return nil
+}
+
+func (x *BlockSelection) GetHashPrefix() []byte {
+	if x != nil {
+		return x.HashPrefix
+	}
+	return nil
+}
+
+func (x *BlockSelection) GetAll() bool {
+	if x != nil {
+		return x.All
+	}
+	return false
+}
+
+type EvictRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Blocks        *BlockSelection        `protobuf:"bytes,1,opt,name=blocks,proto3" json:"blocks,omitempty"`
+	Tier          string                 `protobuf:"bytes,2,opt,name=tier,proto3" json:"tier,omitempty"` // "dram", "nvme"; empty: both
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EvictRequest) Reset() {
+	*x = EvictRequest{}
+	mi := &file_kvferry_v1_admin_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EvictRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EvictRequest) ProtoMessage() {}
+
+func (x *EvictRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_admin_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EvictRequest.ProtoReflect.Descriptor instead.
+func (*EvictRequest) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *EvictRequest) GetBlocks() *BlockSelection {
+	if x != nil {
+		return x.Blocks
+	}
+	return nil
+}
+
+func (x *EvictRequest) GetTier() string {
+	if x != nil {
+		return x.Tier
+	}
+	return ""
+}
+
+type EvictResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Blocks        uint64                 `protobuf:"varint,1,opt,name=blocks,proto3" json:"blocks,omitempty"` // that lost something
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EvictResponse) Reset() {
+	*x = EvictResponse{}
+	mi := &file_kvferry_v1_admin_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EvictResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EvictResponse) ProtoMessage() {}
+
+func (x *EvictResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_admin_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EvictResponse.ProtoReflect.Descriptor instead.
+func (*EvictResponse) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *EvictResponse) GetBlocks() uint64 {
+	if x != nil {
+		return x.Blocks
+	}
+	return 0
+}
+
+type DemoteRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Blocks        *BlockSelection        `protobuf:"bytes,1,opt,name=blocks,proto3" json:"blocks,omitempty"`
+	Move          bool                   `protobuf:"varint,2,opt,name=move,proto3" json:"move,omitempty"` // out of DRAM
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DemoteRequest) Reset() {
+	*x = DemoteRequest{}
+	mi := &file_kvferry_v1_admin_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DemoteRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DemoteRequest) ProtoMessage() {}
+
+func (x *DemoteRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_admin_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DemoteRequest.ProtoReflect.Descriptor instead.
+func (*DemoteRequest) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *DemoteRequest) GetBlocks() *BlockSelection {
+	if x != nil {
+		return x.Blocks
+	}
+	return nil
+}
+
+func (x *DemoteRequest) GetMove() bool {
+	if x != nil {
+		return x.Move
+	}
+	return false
+}
+
+type DemoteResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Blocks        uint64                 `protobuf:"varint,1,opt,name=blocks,proto3" json:"blocks,omitempty"` // shards that were copied
+	Failed        uint64                 `protobuf:"varint,2,opt,name=failed,proto3" json:"failed,omitempty"`
+	Present       uint64                 `protobuf:"varint,3,opt,name=present,proto3" json:"present,omitempty"` // were on a drive already
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DemoteResponse) Reset() {
+	*x = DemoteResponse{}
+	mi := &file_kvferry_v1_admin_proto_msgTypes[27]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DemoteResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DemoteResponse) ProtoMessage() {}
+
+func (x *DemoteResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_admin_proto_msgTypes[27]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DemoteResponse.ProtoReflect.Descriptor instead.
+func (*DemoteResponse) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{27}
+}
+
+func (x *DemoteResponse) GetBlocks() uint64 {
+	if x != nil {
+		return x.Blocks
+	}
+	return 0
+}
+
+func (x *DemoteResponse) GetFailed() uint64 {
+	if x != nil {
+		return x.Failed
+	}
+	return 0
+}
+
+func (x *DemoteResponse) GetPresent() uint64 {
+	if x != nil {
+		return x.Present
+	}
+	return 0
+}
+
+type PrefetchBlocksRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Blocks        *BlockSelection        `protobuf:"bytes,1,opt,name=blocks,proto3" json:"blocks,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PrefetchBlocksRequest) Reset() {
+	*x = PrefetchBlocksRequest{}
+	mi := &file_kvferry_v1_admin_proto_msgTypes[28]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PrefetchBlocksRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PrefetchBlocksRequest) ProtoMessage() {}
+
+func (x *PrefetchBlocksRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_admin_proto_msgTypes[28]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PrefetchBlocksRequest.ProtoReflect.Descriptor instead.
+func (*PrefetchBlocksRequest) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{28}
+}
+
+func (x *PrefetchBlocksRequest) GetBlocks() *BlockSelection {
+	if x != nil {
+		return x.Blocks
+	}
+	return nil
+}
+
+type PrefetchBlocksResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Blocks        uint64                 `protobuf:"varint,1,opt,name=blocks,proto3" json:"blocks,omitempty"` // shards that came
+	Failed        uint64                 `protobuf:"varint,2,opt,name=failed,proto3" json:"failed,omitempty"`
+	NoRoom        uint64                 `protobuf:"varint,3,opt,name=no_room,json=noRoom,proto3" json:"no_room,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PrefetchBlocksResponse) Reset() {
+	*x = PrefetchBlocksResponse{}
+	mi := &file_kvferry_v1_admin_proto_msgTypes[29]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PrefetchBlocksResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PrefetchBlocksResponse) ProtoMessage() {}
+
+func (x *PrefetchBlocksResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_admin_proto_msgTypes[29]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PrefetchBlocksResponse.ProtoReflect.Descriptor instead.
+func (*PrefetchBlocksResponse) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{29}
+}
+
+func (x *PrefetchBlocksResponse) GetBlocks() uint64 {
+	if x != nil {
+		return x.Blocks
+	}
+	return 0
+}
+
+func (x *PrefetchBlocksResponse) GetFailed() uint64 {
+	if x != nil {
+		return x.Failed
+	}
+	return 0
+}
+
+func (x *PrefetchBlocksResponse) GetNoRoom() uint64 {
+	if x != nil {
+		return x.NoRoom
+	}
+	return 0
+}
+
+type VerifyRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Tier          string                 `protobuf:"bytes,1,opt,name=tier,proto3" json:"tier,omitempty"` // "dram", "nvme"; empty: both
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *VerifyRequest) Reset() {
+	*x = VerifyRequest{}
+	mi := &file_kvferry_v1_admin_proto_msgTypes[30]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *VerifyRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*VerifyRequest) ProtoMessage() {}
+
+func (x *VerifyRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_admin_proto_msgTypes[30]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use VerifyRequest.ProtoReflect.Descriptor instead.
+func (*VerifyRequest) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{30}
+}
+
+func (x *VerifyRequest) GetTier() string {
+	if x != nil {
+		return x.Tier
+	}
+	return ""
+}
+
+type VerifyResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Slots         uint64                 `protobuf:"varint,1,opt,name=slots,proto3" json:"slots,omitempty"`                             // read
+	SlotsTotal    uint64                 `protobuf:"varint,2,opt,name=slots_total,json=slotsTotal,proto3" json:"slots_total,omitempty"` // about; blocks come and go meanwhile
+	Bytes         uint64                 `protobuf:"varint,3,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	Broken        uint64                 `protobuf:"varint,4,opt,name=broken,proto3" json:"broken,omitempty"`         // and removed
+	Unreadable    uint64                 `protobuf:"varint,5,opt,name=unreadable,proto3" json:"unreadable,omitempty"` // the device failed
+	Skipped       uint64                 `protobuf:"varint,6,opt,name=skipped,proto3" json:"skipped,omitempty"`       // on a drive that is degraded
+	Done          bool                   `protobuf:"varint,7,opt,name=done,proto3" json:"done,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *VerifyResponse) Reset() {
+	*x = VerifyResponse{}
+	mi := &file_kvferry_v1_admin_proto_msgTypes[31]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *VerifyResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*VerifyResponse) ProtoMessage() {}
+
+func (x *VerifyResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_admin_proto_msgTypes[31]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use VerifyResponse.ProtoReflect.Descriptor instead.
+func (*VerifyResponse) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{31}
+}
+
+func (x *VerifyResponse) GetSlots() uint64 {
+	if x != nil {
+		return x.Slots
+	}
+	return 0
+}
+
+func (x *VerifyResponse) GetSlotsTotal() uint64 {
+	if x != nil {
+		return x.SlotsTotal
+	}
+	return 0
+}
+
+func (x *VerifyResponse) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
+func (x *VerifyResponse) GetBroken() uint64 {
+	if x != nil {
+		return x.Broken
+	}
+	return 0
+}
+
+func (x *VerifyResponse) GetUnreadable() uint64 {
+	if x != nil {
+		return x.Unreadable
+	}
+	return 0
+}
+
+func (x *VerifyResponse) GetSkipped() uint64 {
+	if x != nil {
+		return x.Skipped
+	}
+	return 0
+}
+
+func (x *VerifyResponse) GetDone() bool {
+	if x != nil {
+		return x.Done
+	}
+	return false
+}
+
+type ExplainRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	HashPrefix    []byte                 `protobuf:"bytes,1,opt,name=hash_prefix,json=hashPrefix,proto3" json:"hash_prefix,omitempty"` // 1..32 bytes: a block; or
+	RequestId     string                 `protobuf:"bytes,2,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`    // a look-up
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExplainRequest) Reset() {
+	*x = ExplainRequest{}
+	mi := &file_kvferry_v1_admin_proto_msgTypes[32]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExplainRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExplainRequest) ProtoMessage() {}
+
+func (x *ExplainRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_admin_proto_msgTypes[32]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExplainRequest.ProtoReflect.Descriptor instead.
+func (*ExplainRequest) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{32}
+}
+
+func (x *ExplainRequest) GetHashPrefix() []byte {
+	if x != nil {
+		return x.HashPrefix
+	}
+	return nil
+}
+
+func (x *ExplainRequest) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
+// BlockExplanation is what is known of a block.
+type BlockExplanation struct {
+	state           protoimpl.MessageState `protogen:"open.v1"`
+	Block           *BlockInfo             `protobuf:"bytes,1,opt,name=block,proto3" json:"block,omitempty"` // empty where it is not here
+	Hash            []byte                 `protobuf:"bytes,2,opt,name=hash,proto3" json:"hash,omitempty"`
+	SpaceId         []byte                 `protobuf:"bytes,3,opt,name=space_id,json=spaceId,proto3" json:"space_id,omitempty"`
+	Verdict         string                 `protobuf:"bytes,4,opt,name=verdict,proto3" json:"verdict,omitempty"`                                  // "hit in dram", "hit on nvme", "miss: its ancestor ... was evicted 3m ago", ...
+	RemovedReason   string                 `protobuf:"bytes,5,opt,name=removed_reason,json=removedReason,proto3" json:"removed_reason,omitempty"` // of its last removal that is remembered
+	RemovedUnixMs   int64                  `protobuf:"varint,6,opt,name=removed_unix_ms,json=removedUnixMs,proto3" json:"removed_unix_ms,omitempty"`
+	RemovedTier     string                 `protobuf:"bytes,7,opt,name=removed_tier,json=removedTier,proto3" json:"removed_tier,omitempty"`
+	MissingAncestor []byte                 `protobuf:"bytes,8,opt,name=missing_ancestor,json=missingAncestor,proto3" json:"missing_ancestor,omitempty"` // the first that is not here
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *BlockExplanation) Reset() {
+	*x = BlockExplanation{}
+	mi := &file_kvferry_v1_admin_proto_msgTypes[33]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *BlockExplanation) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*BlockExplanation) ProtoMessage() {}
+
+func (x *BlockExplanation) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_admin_proto_msgTypes[33]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use BlockExplanation.ProtoReflect.Descriptor instead.
+func (*BlockExplanation) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{33}
+}
+
+func (x *BlockExplanation) GetBlock() *BlockInfo {
+	if x != nil {
+		return x.Block
+	}
+	return nil
+}
+
+func (x *BlockExplanation) GetHash() []byte {
+	if x != nil {
+		return x.Hash
+	}
+	return nil
+}
+
+func (x *BlockExplanation) GetSpaceId() []byte {
+	if x != nil {
+		return x.SpaceId
+	}
+	return nil
+}
+
+func (x *BlockExplanation) GetVerdict() string {
+	if x != nil {
+		return x.Verdict
+	}
+	return ""
+}
+
+func (x *BlockExplanation) GetRemovedReason() string {
+	if x != nil {
+		return x.RemovedReason
+	}
+	return ""
+}
+
+func (x *BlockExplanation) GetRemovedUnixMs() int64 {
+	if x != nil {
+		return x.RemovedUnixMs
+	}
+	return 0
+}
+
+func (x *BlockExplanation) GetRemovedTier() string {
+	if x != nil {
+		return x.RemovedTier
+	}
+	return ""
+}
+
+func (x *BlockExplanation) GetMissingAncestor() []byte {
+	if x != nil {
+		return x.MissingAncestor
+	}
+	return nil
+}
+
+// LookupExplanation is one look-up of a request.
+type LookupExplanation struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	AtUnixMs      int64                  `protobuf:"varint,1,opt,name=at_unix_ms,json=atUnixMs,proto3" json:"at_unix_ms,omitempty"`
+	RequestId     string                 `protobuf:"bytes,2,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	Instance      string                 `protobuf:"bytes,3,opt,name=instance,proto3" json:"instance,omitempty"`
+	SpaceId       []byte                 `protobuf:"bytes,4,opt,name=space_id,json=spaceId,proto3" json:"space_id,omitempty"`
+	AskedBlocks   uint32                 `protobuf:"varint,5,opt,name=asked_blocks,json=askedBlocks,proto3" json:"asked_blocks,omitempty"`
+	DramBlocks    uint32                 `protobuf:"varint,6,opt,name=dram_blocks,json=dramBlocks,proto3" json:"dram_blocks,omitempty"`
+	NvmeBlocks    uint32                 `protobuf:"varint,7,opt,name=nvme_blocks,json=nvmeBlocks,proto3" json:"nvme_blocks,omitempty"`
+	PeerBlocks    uint32                 `protobuf:"varint,8,opt,name=peer_blocks,json=peerBlocks,proto3" json:"peer_blocks,omitempty"`
+	Reason        string                 `protobuf:"bytes,9,opt,name=reason,proto3" json:"reason,omitempty"` // why it ended where it did
+	FirstMissed   *BlockExplanation      `protobuf:"bytes,10,opt,name=first_missed,json=firstMissed,proto3" json:"first_missed,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LookupExplanation) Reset() {
+	*x = LookupExplanation{}
+	mi := &file_kvferry_v1_admin_proto_msgTypes[34]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LookupExplanation) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LookupExplanation) ProtoMessage() {}
+
+func (x *LookupExplanation) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_admin_proto_msgTypes[34]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LookupExplanation.ProtoReflect.Descriptor instead.
+func (*LookupExplanation) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{34}
+}
+
+func (x *LookupExplanation) GetAtUnixMs() int64 {
+	if x != nil {
+		return x.AtUnixMs
+	}
+	return 0
+}
+
+func (x *LookupExplanation) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
+func (x *LookupExplanation) GetInstance() string {
+	if x != nil {
+		return x.Instance
+	}
+	return ""
+}
+
+func (x *LookupExplanation) GetSpaceId() []byte {
+	if x != nil {
+		return x.SpaceId
+	}
+	return nil
+}
+
+func (x *LookupExplanation) GetAskedBlocks() uint32 {
+	if x != nil {
+		return x.AskedBlocks
+	}
+	return 0
+}
+
+func (x *LookupExplanation) GetDramBlocks() uint32 {
+	if x != nil {
+		return x.DramBlocks
+	}
+	return 0
+}
+
+func (x *LookupExplanation) GetNvmeBlocks() uint32 {
+	if x != nil {
+		return x.NvmeBlocks
+	}
+	return 0
+}
+
+func (x *LookupExplanation) GetPeerBlocks() uint32 {
+	if x != nil {
+		return x.PeerBlocks
+	}
+	return 0
+}
+
+func (x *LookupExplanation) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+func (x *LookupExplanation) GetFirstMissed() *BlockExplanation {
+	if x != nil {
+		return x.FirstMissed
+	}
+	return nil
+}
+
+type ExplainResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Blocks        []*BlockExplanation    `protobuf:"bytes,1,rep,name=blocks,proto3" json:"blocks,omitempty"`
+	Lookups       []*LookupExplanation   `protobuf:"bytes,2,rep,name=lookups,proto3" json:"lookups,omitempty"` // of the last 4,096, newest first
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExplainResponse) Reset() {
+	*x = ExplainResponse{}
+	mi := &file_kvferry_v1_admin_proto_msgTypes[35]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExplainResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExplainResponse) ProtoMessage() {}
+
+func (x *ExplainResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_admin_proto_msgTypes[35]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExplainResponse.ProtoReflect.Descriptor instead.
+func (*ExplainResponse) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{35}
+}
+
+func (x *ExplainResponse) GetBlocks() []*BlockExplanation {
+	if x != nil {
+		return x.Blocks
+	}
+	return nil
+}
+
+func (x *ExplainResponse) GetLookups() []*LookupExplanation {
+	if x != nil {
+		return x.Lookups
+	}
+	return nil
+}
+
+type TraceRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TraceRequest) Reset() {
+	*x = TraceRequest{}
+	mi := &file_kvferry_v1_admin_proto_msgTypes[36]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TraceRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TraceRequest) ProtoMessage() {}
+
+func (x *TraceRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_admin_proto_msgTypes[36]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TraceRequest.ProtoReflect.Descriptor instead.
+func (*TraceRequest) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{36}
+}
+
+// TraceResponse is one look-up. A consumer that is too slow loses some, and is told.
+type TraceResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	AtUnixMs      int64                  `protobuf:"varint,1,opt,name=at_unix_ms,json=atUnixMs,proto3" json:"at_unix_ms,omitempty"`
+	SpaceId       []byte                 `protobuf:"bytes,2,opt,name=space_id,json=spaceId,proto3" json:"space_id,omitempty"`
+	BlockTokens   uint32                 `protobuf:"varint,3,opt,name=block_tokens,json=blockTokens,proto3" json:"block_tokens,omitempty"`
+	Hashes        []byte                 `protobuf:"bytes,4,opt,name=hashes,proto3" json:"hashes,omitempty"`    // packed, in the order of the chain
+	Dropped       uint64                 `protobuf:"varint,5,opt,name=dropped,proto3" json:"dropped,omitempty"` // look-ups since the last message that are not told
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TraceResponse) Reset() {
+	*x = TraceResponse{}
+	mi := &file_kvferry_v1_admin_proto_msgTypes[37]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TraceResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TraceResponse) ProtoMessage() {}
+
+func (x *TraceResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvferry_v1_admin_proto_msgTypes[37]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TraceResponse.ProtoReflect.Descriptor instead.
+func (*TraceResponse) Descriptor() ([]byte, []int) {
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{37}
+}
+
+func (x *TraceResponse) GetAtUnixMs() int64 {
+	if x != nil {
+		return x.AtUnixMs
+	}
+	return 0
+}
+
+func (x *TraceResponse) GetSpaceId() []byte {
+	if x != nil {
+		return x.SpaceId
+	}
+	return nil
+}
+
+func (x *TraceResponse) GetBlockTokens() uint32 {
+	if x != nil {
+		return x.BlockTokens
+	}
+	return 0
+}
+
+func (x *TraceResponse) GetHashes() []byte {
+	if x != nil {
+		return x.Hashes
+	}
+	return nil
+}
+
+func (x *TraceResponse) GetDropped() uint64 {
+	if x != nil {
+		return x.Dropped
+	}
+	return 0
+}
+
 type ConfigRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -1622,7 +2908,7 @@ type ConfigRequest struct {
 
 func (x *ConfigRequest) Reset() {
 	*x = ConfigRequest{}
-	mi := &file_kvferry_v1_admin_proto_msgTypes[20]
+	mi := &file_kvferry_v1_admin_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1634,7 +2920,7 @@ func (x *ConfigRequest) String() string {
 func (*ConfigRequest) ProtoMessage() {}
 
 func (x *ConfigRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_admin_proto_msgTypes[20]
+	mi := &file_kvferry_v1_admin_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1647,7 +2933,7 @@ func (x *ConfigRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConfigRequest.ProtoReflect.Descriptor instead.
 func (*ConfigRequest) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{20}
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{38}
 }
 
 type ConfigResponse struct {
@@ -1659,7 +2945,7 @@ type ConfigResponse struct {
 
 func (x *ConfigResponse) Reset() {
 	*x = ConfigResponse{}
-	mi := &file_kvferry_v1_admin_proto_msgTypes[21]
+	mi := &file_kvferry_v1_admin_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1671,7 +2957,7 @@ func (x *ConfigResponse) String() string {
 func (*ConfigResponse) ProtoMessage() {}
 
 func (x *ConfigResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_admin_proto_msgTypes[21]
+	mi := &file_kvferry_v1_admin_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1684,7 +2970,7 @@ func (x *ConfigResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConfigResponse.ProtoReflect.Descriptor instead.
 func (*ConfigResponse) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{21}
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *ConfigResponse) GetYaml() string {
@@ -1702,7 +2988,7 @@ type VersionRequest struct {
 
 func (x *VersionRequest) Reset() {
 	*x = VersionRequest{}
-	mi := &file_kvferry_v1_admin_proto_msgTypes[22]
+	mi := &file_kvferry_v1_admin_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1714,7 +3000,7 @@ func (x *VersionRequest) String() string {
 func (*VersionRequest) ProtoMessage() {}
 
 func (x *VersionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_admin_proto_msgTypes[22]
+	mi := &file_kvferry_v1_admin_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1727,7 +3013,7 @@ func (x *VersionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VersionRequest.ProtoReflect.Descriptor instead.
 func (*VersionRequest) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{22}
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{40}
 }
 
 type VersionResponse struct {
@@ -1742,7 +3028,7 @@ type VersionResponse struct {
 
 func (x *VersionResponse) Reset() {
 	*x = VersionResponse{}
-	mi := &file_kvferry_v1_admin_proto_msgTypes[23]
+	mi := &file_kvferry_v1_admin_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1754,7 +3040,7 @@ func (x *VersionResponse) String() string {
 func (*VersionResponse) ProtoMessage() {}
 
 func (x *VersionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvferry_v1_admin_proto_msgTypes[23]
+	mi := &file_kvferry_v1_admin_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1767,7 +3053,7 @@ func (x *VersionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VersionResponse.ProtoReflect.Descriptor instead.
 func (*VersionResponse) Descriptor() ([]byte, []int) {
-	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{23}
+	return file_kvferry_v1_admin_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *VersionResponse) GetVersion() string {
@@ -1948,7 +3234,124 @@ const file_kvferry_v1_admin_proto_rawDesc = "" +
 	"\afetched\x18\v \x01(\bR\afetched\x12\x16\n" +
 	"\x06reason\x18\f \x01(\tR\x06reason\"J\n" +
 	"\x0fFetchesResponse\x127\n" +
-	"\tdecisions\x18\x01 \x03(\v2\x19.kvferry.v1.FetchDecisionR\tdecisions\"\x0f\n" +
+	"\tdecisions\x18\x01 \x03(\v2\x19.kvferry.v1.FetchDecisionR\tdecisions\"\x0e\n" +
+	"\fTiersRequest\"\xef\x05\n" +
+	"\tStoreInfo\x12\x12\n" +
+	"\x04tier\x18\x01 \x01(\tR\x04tier\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12%\n" +
+	"\x0ecapacity_bytes\x18\x03 \x01(\x04R\rcapacityBytes\x12\x1d\n" +
+	"\n" +
+	"used_bytes\x18\x04 \x01(\x04R\tusedBytes\x12\x1d\n" +
+	"\n" +
+	"free_bytes\x18\x05 \x01(\x04R\tfreeBytes\x12\x16\n" +
+	"\x06blocks\x18\x06 \x01(\x04R\x06blocks\x12*\n" +
+	"\x06health\x18\a \x01(\x0e2\x12.kvferry.v1.HealthR\x06health\x12\x16\n" +
+	"\x06reason\x18\b \x01(\tR\x06reason\x12\"\n" +
+	"\rsince_unix_ms\x18\t \x01(\x03R\vsinceUnixMs\x12\x16\n" +
+	"\x06engine\x18\n" +
+	" \x01(\tR\x06engine\x12\x1d\n" +
+	"\n" +
+	"read_bytes\x18\v \x01(\x04R\treadBytes\x12#\n" +
+	"\rwritten_bytes\x18\f \x01(\x04R\fwrittenBytes\x12\x1f\n" +
+	"\vread_errors\x18\r \x01(\x04R\n" +
+	"readErrors\x12!\n" +
+	"\fwrite_errors\x18\x0e \x01(\x04R\vwriteErrors\x12\x18\n" +
+	"\acorrupt\x18\x0f \x01(\x04R\acorrupt\x12\x1e\n" +
+	"\vread_p50_us\x18\x10 \x01(\rR\treadP50Us\x12\x1e\n" +
+	"\vread_p99_us\x18\x11 \x01(\rR\treadP99Us\x12 \n" +
+	"\fwrite_p50_us\x18\x12 \x01(\rR\n" +
+	"writeP50Us\x12 \n" +
+	"\fwrite_p99_us\x18\x13 \x01(\rR\n" +
+	"writeP99Us\x124\n" +
+	"\x16lifetime_written_bytes\x18\x14 \x01(\x04R\x14lifetimeWrittenBytes\x12\x1b\n" +
+	"\tread_rate\x18\x15 \x01(\x01R\breadRate\x12\x16\n" +
+	"\x06queued\x18\x16 \x01(\rR\x06queued\x12\x18\n" +
+	"\arunning\x18\x17 \x01(\rR\arunning\x12\x12\n" +
+	"\x04slow\x18\x18 \x01(\tR\x04slow\"\xd6\x01\n" +
+	"\rTiersResponse\x12-\n" +
+	"\x06stores\x18\x01 \x03(\v2\x15.kvferry.v1.StoreInfoR\x06stores\x12\x16\n" +
+	"\x06policy\x18\x02 \x01(\tR\x06policy\x12'\n" +
+	"\x0fpromoted_shards\x18\x03 \x01(\x04R\x0epromotedShards\x12%\n" +
+	"\x0edemoted_shards\x18\x04 \x01(\x04R\rdemotedShards\x12.\n" +
+	"\x13not_admitted_blocks\x18\x05 \x01(\x04R\x11notAdmittedBlocks\"^\n" +
+	"\x0eBlockSelection\x12\x19\n" +
+	"\bspace_id\x18\x01 \x01(\fR\aspaceId\x12\x1f\n" +
+	"\vhash_prefix\x18\x02 \x01(\fR\n" +
+	"hashPrefix\x12\x10\n" +
+	"\x03all\x18\x03 \x01(\bR\x03all\"V\n" +
+	"\fEvictRequest\x122\n" +
+	"\x06blocks\x18\x01 \x01(\v2\x1a.kvferry.v1.BlockSelectionR\x06blocks\x12\x12\n" +
+	"\x04tier\x18\x02 \x01(\tR\x04tier\"'\n" +
+	"\rEvictResponse\x12\x16\n" +
+	"\x06blocks\x18\x01 \x01(\x04R\x06blocks\"W\n" +
+	"\rDemoteRequest\x122\n" +
+	"\x06blocks\x18\x01 \x01(\v2\x1a.kvferry.v1.BlockSelectionR\x06blocks\x12\x12\n" +
+	"\x04move\x18\x02 \x01(\bR\x04move\"Z\n" +
+	"\x0eDemoteResponse\x12\x16\n" +
+	"\x06blocks\x18\x01 \x01(\x04R\x06blocks\x12\x16\n" +
+	"\x06failed\x18\x02 \x01(\x04R\x06failed\x12\x18\n" +
+	"\apresent\x18\x03 \x01(\x04R\apresent\"K\n" +
+	"\x15PrefetchBlocksRequest\x122\n" +
+	"\x06blocks\x18\x01 \x01(\v2\x1a.kvferry.v1.BlockSelectionR\x06blocks\"a\n" +
+	"\x16PrefetchBlocksResponse\x12\x16\n" +
+	"\x06blocks\x18\x01 \x01(\x04R\x06blocks\x12\x16\n" +
+	"\x06failed\x18\x02 \x01(\x04R\x06failed\x12\x17\n" +
+	"\ano_room\x18\x03 \x01(\x04R\x06noRoom\"#\n" +
+	"\rVerifyRequest\x12\x12\n" +
+	"\x04tier\x18\x01 \x01(\tR\x04tier\"\xc3\x01\n" +
+	"\x0eVerifyResponse\x12\x14\n" +
+	"\x05slots\x18\x01 \x01(\x04R\x05slots\x12\x1f\n" +
+	"\vslots_total\x18\x02 \x01(\x04R\n" +
+	"slotsTotal\x12\x14\n" +
+	"\x05bytes\x18\x03 \x01(\x04R\x05bytes\x12\x16\n" +
+	"\x06broken\x18\x04 \x01(\x04R\x06broken\x12\x1e\n" +
+	"\n" +
+	"unreadable\x18\x05 \x01(\x04R\n" +
+	"unreadable\x12\x18\n" +
+	"\askipped\x18\x06 \x01(\x04R\askipped\x12\x12\n" +
+	"\x04done\x18\a \x01(\bR\x04done\"P\n" +
+	"\x0eExplainRequest\x12\x1f\n" +
+	"\vhash_prefix\x18\x01 \x01(\fR\n" +
+	"hashPrefix\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x02 \x01(\tR\trequestId\"\xa5\x02\n" +
+	"\x10BlockExplanation\x12+\n" +
+	"\x05block\x18\x01 \x01(\v2\x15.kvferry.v1.BlockInfoR\x05block\x12\x12\n" +
+	"\x04hash\x18\x02 \x01(\fR\x04hash\x12\x19\n" +
+	"\bspace_id\x18\x03 \x01(\fR\aspaceId\x12\x18\n" +
+	"\averdict\x18\x04 \x01(\tR\averdict\x12%\n" +
+	"\x0eremoved_reason\x18\x05 \x01(\tR\rremovedReason\x12&\n" +
+	"\x0fremoved_unix_ms\x18\x06 \x01(\x03R\rremovedUnixMs\x12!\n" +
+	"\fremoved_tier\x18\a \x01(\tR\vremovedTier\x12)\n" +
+	"\x10missing_ancestor\x18\b \x01(\fR\x0fmissingAncestor\"\xe6\x02\n" +
+	"\x11LookupExplanation\x12\x1c\n" +
+	"\n" +
+	"at_unix_ms\x18\x01 \x01(\x03R\batUnixMs\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x02 \x01(\tR\trequestId\x12\x1a\n" +
+	"\binstance\x18\x03 \x01(\tR\binstance\x12\x19\n" +
+	"\bspace_id\x18\x04 \x01(\fR\aspaceId\x12!\n" +
+	"\fasked_blocks\x18\x05 \x01(\rR\vaskedBlocks\x12\x1f\n" +
+	"\vdram_blocks\x18\x06 \x01(\rR\n" +
+	"dramBlocks\x12\x1f\n" +
+	"\vnvme_blocks\x18\a \x01(\rR\n" +
+	"nvmeBlocks\x12\x1f\n" +
+	"\vpeer_blocks\x18\b \x01(\rR\n" +
+	"peerBlocks\x12\x16\n" +
+	"\x06reason\x18\t \x01(\tR\x06reason\x12?\n" +
+	"\ffirst_missed\x18\n" +
+	" \x01(\v2\x1c.kvferry.v1.BlockExplanationR\vfirstMissed\"\x80\x01\n" +
+	"\x0fExplainResponse\x124\n" +
+	"\x06blocks\x18\x01 \x03(\v2\x1c.kvferry.v1.BlockExplanationR\x06blocks\x127\n" +
+	"\alookups\x18\x02 \x03(\v2\x1d.kvferry.v1.LookupExplanationR\alookups\"\x0e\n" +
+	"\fTraceRequest\"\x9d\x01\n" +
+	"\rTraceResponse\x12\x1c\n" +
+	"\n" +
+	"at_unix_ms\x18\x01 \x01(\x03R\batUnixMs\x12\x19\n" +
+	"\bspace_id\x18\x02 \x01(\fR\aspaceId\x12!\n" +
+	"\fblock_tokens\x18\x03 \x01(\rR\vblockTokens\x12\x16\n" +
+	"\x06hashes\x18\x04 \x01(\fR\x06hashes\x12\x18\n" +
+	"\adropped\x18\x05 \x01(\x04R\adropped\"\x0f\n" +
 	"\rConfigRequest\"$\n" +
 	"\x0eConfigResponse\x12\x12\n" +
 	"\x04yaml\x18\x01 \x01(\tR\x04yaml\"\x10\n" +
@@ -1964,14 +3367,21 @@ const file_kvferry_v1_admin_proto_rawDesc = "" +
 	"\x12HEALTH_UNSPECIFIED\x10\x00\x12\r\n" +
 	"\tHEALTH_OK\x10\x01\x12\x13\n" +
 	"\x0fHEALTH_DEGRADED\x10\x02\x12\x12\n" +
-	"\x0eHEALTH_PROBING\x10\x032\x98\x04\n" +
+	"\x0eHEALTH_PROBING\x10\x032\xf5\a\n" +
 	"\x05Admin\x12?\n" +
 	"\x06Status\x12\x19.kvferry.v1.StatusRequest\x1a\x1a.kvferry.v1.StatusResponse\x12B\n" +
 	"\aWorkers\x12\x1a.kvferry.v1.WorkersRequest\x1a\x1b.kvferry.v1.WorkersResponse\x12?\n" +
 	"\x06Spaces\x12\x19.kvferry.v1.SpacesRequest\x1a\x1a.kvferry.v1.SpacesResponse\x12?\n" +
 	"\x06Blocks\x12\x19.kvferry.v1.BlocksRequest\x1a\x1a.kvferry.v1.BlocksResponse\x12?\n" +
 	"\x06Offers\x12\x19.kvferry.v1.OffersRequest\x1a\x1a.kvferry.v1.OffersResponse\x12B\n" +
-	"\aFetches\x12\x1a.kvferry.v1.FetchesRequest\x1a\x1b.kvferry.v1.FetchesResponse\x12?\n" +
+	"\aFetches\x12\x1a.kvferry.v1.FetchesRequest\x1a\x1b.kvferry.v1.FetchesResponse\x12<\n" +
+	"\x05Tiers\x12\x18.kvferry.v1.TiersRequest\x1a\x19.kvferry.v1.TiersResponse\x12<\n" +
+	"\x05Evict\x12\x18.kvferry.v1.EvictRequest\x1a\x19.kvferry.v1.EvictResponse\x12?\n" +
+	"\x06Demote\x12\x19.kvferry.v1.DemoteRequest\x1a\x1a.kvferry.v1.DemoteResponse\x12W\n" +
+	"\x0ePrefetchBlocks\x12!.kvferry.v1.PrefetchBlocksRequest\x1a\".kvferry.v1.PrefetchBlocksResponse\x12A\n" +
+	"\x06Verify\x12\x19.kvferry.v1.VerifyRequest\x1a\x1a.kvferry.v1.VerifyResponse0\x01\x12B\n" +
+	"\aExplain\x12\x1a.kvferry.v1.ExplainRequest\x1a\x1b.kvferry.v1.ExplainResponse\x12>\n" +
+	"\x05Trace\x12\x18.kvferry.v1.TraceRequest\x1a\x19.kvferry.v1.TraceResponse0\x01\x12?\n" +
 	"\x06Config\x12\x19.kvferry.v1.ConfigRequest\x1a\x1a.kvferry.v1.ConfigResponse\x12B\n" +
 	"\aVersion\x12\x1a.kvferry.v1.VersionRequest\x1a\x1b.kvferry.v1.VersionResponseB7Z5github.com/kvferry/kvferry/proto/kvferry/v1;kvferryv1b\x06proto3"
 
@@ -1988,69 +3398,110 @@ func file_kvferry_v1_admin_proto_rawDescGZIP() []byte {
 }
 
 var file_kvferry_v1_admin_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_kvferry_v1_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
+var file_kvferry_v1_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
 var file_kvferry_v1_admin_proto_goTypes = []any{
-	(Health)(0),             // 0: kvferry.v1.Health
-	(*StatusRequest)(nil),   // 1: kvferry.v1.StatusRequest
-	(*Problem)(nil),         // 2: kvferry.v1.Problem
-	(*TierStatus)(nil),      // 3: kvferry.v1.TierStatus
-	(*Counter)(nil),         // 4: kvferry.v1.Counter
-	(*StatusResponse)(nil),  // 5: kvferry.v1.StatusResponse
-	(*WorkersRequest)(nil),  // 6: kvferry.v1.WorkersRequest
-	(*Worker)(nil),          // 7: kvferry.v1.Worker
-	(*WorkersResponse)(nil), // 8: kvferry.v1.WorkersResponse
-	(*SpacesRequest)(nil),   // 9: kvferry.v1.SpacesRequest
-	(*SpaceInfo)(nil),       // 10: kvferry.v1.SpaceInfo
-	(*SpacesResponse)(nil),  // 11: kvferry.v1.SpacesResponse
-	(*BlocksRequest)(nil),   // 12: kvferry.v1.BlocksRequest
-	(*BlockInfo)(nil),       // 13: kvferry.v1.BlockInfo
-	(*BlocksResponse)(nil),  // 14: kvferry.v1.BlocksResponse
-	(*OffersRequest)(nil),   // 15: kvferry.v1.OffersRequest
-	(*OfferInfo)(nil),       // 16: kvferry.v1.OfferInfo
-	(*OffersResponse)(nil),  // 17: kvferry.v1.OffersResponse
-	(*FetchesRequest)(nil),  // 18: kvferry.v1.FetchesRequest
-	(*FetchDecision)(nil),   // 19: kvferry.v1.FetchDecision
-	(*FetchesResponse)(nil), // 20: kvferry.v1.FetchesResponse
-	(*ConfigRequest)(nil),   // 21: kvferry.v1.ConfigRequest
-	(*ConfigResponse)(nil),  // 22: kvferry.v1.ConfigResponse
-	(*VersionRequest)(nil),  // 23: kvferry.v1.VersionRequest
-	(*VersionResponse)(nil), // 24: kvferry.v1.VersionResponse
-	(Role)(0),               // 25: kvferry.v1.Role
-	(*Space)(nil),           // 26: kvferry.v1.Space
+	(Health)(0),                    // 0: kvferry.v1.Health
+	(*StatusRequest)(nil),          // 1: kvferry.v1.StatusRequest
+	(*Problem)(nil),                // 2: kvferry.v1.Problem
+	(*TierStatus)(nil),             // 3: kvferry.v1.TierStatus
+	(*Counter)(nil),                // 4: kvferry.v1.Counter
+	(*StatusResponse)(nil),         // 5: kvferry.v1.StatusResponse
+	(*WorkersRequest)(nil),         // 6: kvferry.v1.WorkersRequest
+	(*Worker)(nil),                 // 7: kvferry.v1.Worker
+	(*WorkersResponse)(nil),        // 8: kvferry.v1.WorkersResponse
+	(*SpacesRequest)(nil),          // 9: kvferry.v1.SpacesRequest
+	(*SpaceInfo)(nil),              // 10: kvferry.v1.SpaceInfo
+	(*SpacesResponse)(nil),         // 11: kvferry.v1.SpacesResponse
+	(*BlocksRequest)(nil),          // 12: kvferry.v1.BlocksRequest
+	(*BlockInfo)(nil),              // 13: kvferry.v1.BlockInfo
+	(*BlocksResponse)(nil),         // 14: kvferry.v1.BlocksResponse
+	(*OffersRequest)(nil),          // 15: kvferry.v1.OffersRequest
+	(*OfferInfo)(nil),              // 16: kvferry.v1.OfferInfo
+	(*OffersResponse)(nil),         // 17: kvferry.v1.OffersResponse
+	(*FetchesRequest)(nil),         // 18: kvferry.v1.FetchesRequest
+	(*FetchDecision)(nil),          // 19: kvferry.v1.FetchDecision
+	(*FetchesResponse)(nil),        // 20: kvferry.v1.FetchesResponse
+	(*TiersRequest)(nil),           // 21: kvferry.v1.TiersRequest
+	(*StoreInfo)(nil),              // 22: kvferry.v1.StoreInfo
+	(*TiersResponse)(nil),          // 23: kvferry.v1.TiersResponse
+	(*BlockSelection)(nil),         // 24: kvferry.v1.BlockSelection
+	(*EvictRequest)(nil),           // 25: kvferry.v1.EvictRequest
+	(*EvictResponse)(nil),          // 26: kvferry.v1.EvictResponse
+	(*DemoteRequest)(nil),          // 27: kvferry.v1.DemoteRequest
+	(*DemoteResponse)(nil),         // 28: kvferry.v1.DemoteResponse
+	(*PrefetchBlocksRequest)(nil),  // 29: kvferry.v1.PrefetchBlocksRequest
+	(*PrefetchBlocksResponse)(nil), // 30: kvferry.v1.PrefetchBlocksResponse
+	(*VerifyRequest)(nil),          // 31: kvferry.v1.VerifyRequest
+	(*VerifyResponse)(nil),         // 32: kvferry.v1.VerifyResponse
+	(*ExplainRequest)(nil),         // 33: kvferry.v1.ExplainRequest
+	(*BlockExplanation)(nil),       // 34: kvferry.v1.BlockExplanation
+	(*LookupExplanation)(nil),      // 35: kvferry.v1.LookupExplanation
+	(*ExplainResponse)(nil),        // 36: kvferry.v1.ExplainResponse
+	(*TraceRequest)(nil),           // 37: kvferry.v1.TraceRequest
+	(*TraceResponse)(nil),          // 38: kvferry.v1.TraceResponse
+	(*ConfigRequest)(nil),          // 39: kvferry.v1.ConfigRequest
+	(*ConfigResponse)(nil),         // 40: kvferry.v1.ConfigResponse
+	(*VersionRequest)(nil),         // 41: kvferry.v1.VersionRequest
+	(*VersionResponse)(nil),        // 42: kvferry.v1.VersionResponse
+	(Role)(0),                      // 43: kvferry.v1.Role
+	(*Space)(nil),                  // 44: kvferry.v1.Space
 }
 var file_kvferry_v1_admin_proto_depIdxs = []int32{
 	0,  // 0: kvferry.v1.StatusResponse.health:type_name -> kvferry.v1.Health
 	2,  // 1: kvferry.v1.StatusResponse.problems:type_name -> kvferry.v1.Problem
 	3,  // 2: kvferry.v1.StatusResponse.tiers:type_name -> kvferry.v1.TierStatus
 	4,  // 3: kvferry.v1.StatusResponse.counters:type_name -> kvferry.v1.Counter
-	25, // 4: kvferry.v1.Worker.role:type_name -> kvferry.v1.Role
+	43, // 4: kvferry.v1.Worker.role:type_name -> kvferry.v1.Role
 	7,  // 5: kvferry.v1.WorkersResponse.workers:type_name -> kvferry.v1.Worker
-	26, // 6: kvferry.v1.SpaceInfo.space:type_name -> kvferry.v1.Space
+	44, // 6: kvferry.v1.SpaceInfo.space:type_name -> kvferry.v1.Space
 	10, // 7: kvferry.v1.SpacesResponse.spaces:type_name -> kvferry.v1.SpaceInfo
 	13, // 8: kvferry.v1.BlocksResponse.blocks:type_name -> kvferry.v1.BlockInfo
 	16, // 9: kvferry.v1.OffersResponse.offers:type_name -> kvferry.v1.OfferInfo
 	19, // 10: kvferry.v1.FetchesResponse.decisions:type_name -> kvferry.v1.FetchDecision
-	1,  // 11: kvferry.v1.Admin.Status:input_type -> kvferry.v1.StatusRequest
-	6,  // 12: kvferry.v1.Admin.Workers:input_type -> kvferry.v1.WorkersRequest
-	9,  // 13: kvferry.v1.Admin.Spaces:input_type -> kvferry.v1.SpacesRequest
-	12, // 14: kvferry.v1.Admin.Blocks:input_type -> kvferry.v1.BlocksRequest
-	15, // 15: kvferry.v1.Admin.Offers:input_type -> kvferry.v1.OffersRequest
-	18, // 16: kvferry.v1.Admin.Fetches:input_type -> kvferry.v1.FetchesRequest
-	21, // 17: kvferry.v1.Admin.Config:input_type -> kvferry.v1.ConfigRequest
-	23, // 18: kvferry.v1.Admin.Version:input_type -> kvferry.v1.VersionRequest
-	5,  // 19: kvferry.v1.Admin.Status:output_type -> kvferry.v1.StatusResponse
-	8,  // 20: kvferry.v1.Admin.Workers:output_type -> kvferry.v1.WorkersResponse
-	11, // 21: kvferry.v1.Admin.Spaces:output_type -> kvferry.v1.SpacesResponse
-	14, // 22: kvferry.v1.Admin.Blocks:output_type -> kvferry.v1.BlocksResponse
-	17, // 23: kvferry.v1.Admin.Offers:output_type -> kvferry.v1.OffersResponse
-	20, // 24: kvferry.v1.Admin.Fetches:output_type -> kvferry.v1.FetchesResponse
-	22, // 25: kvferry.v1.Admin.Config:output_type -> kvferry.v1.ConfigResponse
-	24, // 26: kvferry.v1.Admin.Version:output_type -> kvferry.v1.VersionResponse
-	19, // [19:27] is the sub-list for method output_type
-	11, // [11:19] is the sub-list for method input_type
-	11, // [11:11] is the sub-list for extension type_name
-	11, // [11:11] is the sub-list for extension extendee
-	0,  // [0:11] is the sub-list for field type_name
+	0,  // 11: kvferry.v1.StoreInfo.health:type_name -> kvferry.v1.Health
+	22, // 12: kvferry.v1.TiersResponse.stores:type_name -> kvferry.v1.StoreInfo
+	24, // 13: kvferry.v1.EvictRequest.blocks:type_name -> kvferry.v1.BlockSelection
+	24, // 14: kvferry.v1.DemoteRequest.blocks:type_name -> kvferry.v1.BlockSelection
+	24, // 15: kvferry.v1.PrefetchBlocksRequest.blocks:type_name -> kvferry.v1.BlockSelection
+	13, // 16: kvferry.v1.BlockExplanation.block:type_name -> kvferry.v1.BlockInfo
+	34, // 17: kvferry.v1.LookupExplanation.first_missed:type_name -> kvferry.v1.BlockExplanation
+	34, // 18: kvferry.v1.ExplainResponse.blocks:type_name -> kvferry.v1.BlockExplanation
+	35, // 19: kvferry.v1.ExplainResponse.lookups:type_name -> kvferry.v1.LookupExplanation
+	1,  // 20: kvferry.v1.Admin.Status:input_type -> kvferry.v1.StatusRequest
+	6,  // 21: kvferry.v1.Admin.Workers:input_type -> kvferry.v1.WorkersRequest
+	9,  // 22: kvferry.v1.Admin.Spaces:input_type -> kvferry.v1.SpacesRequest
+	12, // 23: kvferry.v1.Admin.Blocks:input_type -> kvferry.v1.BlocksRequest
+	15, // 24: kvferry.v1.Admin.Offers:input_type -> kvferry.v1.OffersRequest
+	18, // 25: kvferry.v1.Admin.Fetches:input_type -> kvferry.v1.FetchesRequest
+	21, // 26: kvferry.v1.Admin.Tiers:input_type -> kvferry.v1.TiersRequest
+	25, // 27: kvferry.v1.Admin.Evict:input_type -> kvferry.v1.EvictRequest
+	27, // 28: kvferry.v1.Admin.Demote:input_type -> kvferry.v1.DemoteRequest
+	29, // 29: kvferry.v1.Admin.PrefetchBlocks:input_type -> kvferry.v1.PrefetchBlocksRequest
+	31, // 30: kvferry.v1.Admin.Verify:input_type -> kvferry.v1.VerifyRequest
+	33, // 31: kvferry.v1.Admin.Explain:input_type -> kvferry.v1.ExplainRequest
+	37, // 32: kvferry.v1.Admin.Trace:input_type -> kvferry.v1.TraceRequest
+	39, // 33: kvferry.v1.Admin.Config:input_type -> kvferry.v1.ConfigRequest
+	41, // 34: kvferry.v1.Admin.Version:input_type -> kvferry.v1.VersionRequest
+	5,  // 35: kvferry.v1.Admin.Status:output_type -> kvferry.v1.StatusResponse
+	8,  // 36: kvferry.v1.Admin.Workers:output_type -> kvferry.v1.WorkersResponse
+	11, // 37: kvferry.v1.Admin.Spaces:output_type -> kvferry.v1.SpacesResponse
+	14, // 38: kvferry.v1.Admin.Blocks:output_type -> kvferry.v1.BlocksResponse
+	17, // 39: kvferry.v1.Admin.Offers:output_type -> kvferry.v1.OffersResponse
+	20, // 40: kvferry.v1.Admin.Fetches:output_type -> kvferry.v1.FetchesResponse
+	23, // 41: kvferry.v1.Admin.Tiers:output_type -> kvferry.v1.TiersResponse
+	26, // 42: kvferry.v1.Admin.Evict:output_type -> kvferry.v1.EvictResponse
+	28, // 43: kvferry.v1.Admin.Demote:output_type -> kvferry.v1.DemoteResponse
+	30, // 44: kvferry.v1.Admin.PrefetchBlocks:output_type -> kvferry.v1.PrefetchBlocksResponse
+	32, // 45: kvferry.v1.Admin.Verify:output_type -> kvferry.v1.VerifyResponse
+	36, // 46: kvferry.v1.Admin.Explain:output_type -> kvferry.v1.ExplainResponse
+	38, // 47: kvferry.v1.Admin.Trace:output_type -> kvferry.v1.TraceResponse
+	40, // 48: kvferry.v1.Admin.Config:output_type -> kvferry.v1.ConfigResponse
+	42, // 49: kvferry.v1.Admin.Version:output_type -> kvferry.v1.VersionResponse
+	35, // [35:50] is the sub-list for method output_type
+	20, // [20:35] is the sub-list for method input_type
+	20, // [20:20] is the sub-list for extension type_name
+	20, // [20:20] is the sub-list for extension extendee
+	0,  // [0:20] is the sub-list for field type_name
 }
 
 func init() { file_kvferry_v1_admin_proto_init() }
@@ -2065,7 +3516,7 @@ func file_kvferry_v1_admin_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvferry_v1_admin_proto_rawDesc), len(file_kvferry_v1_admin_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   24,
+			NumMessages:   42,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

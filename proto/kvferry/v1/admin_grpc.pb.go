@@ -21,14 +21,21 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	Admin_Status_FullMethodName  = "/kvferry.v1.Admin/Status"
-	Admin_Workers_FullMethodName = "/kvferry.v1.Admin/Workers"
-	Admin_Spaces_FullMethodName  = "/kvferry.v1.Admin/Spaces"
-	Admin_Blocks_FullMethodName  = "/kvferry.v1.Admin/Blocks"
-	Admin_Offers_FullMethodName  = "/kvferry.v1.Admin/Offers"
-	Admin_Fetches_FullMethodName = "/kvferry.v1.Admin/Fetches"
-	Admin_Config_FullMethodName  = "/kvferry.v1.Admin/Config"
-	Admin_Version_FullMethodName = "/kvferry.v1.Admin/Version"
+	Admin_Status_FullMethodName         = "/kvferry.v1.Admin/Status"
+	Admin_Workers_FullMethodName        = "/kvferry.v1.Admin/Workers"
+	Admin_Spaces_FullMethodName         = "/kvferry.v1.Admin/Spaces"
+	Admin_Blocks_FullMethodName         = "/kvferry.v1.Admin/Blocks"
+	Admin_Offers_FullMethodName         = "/kvferry.v1.Admin/Offers"
+	Admin_Fetches_FullMethodName        = "/kvferry.v1.Admin/Fetches"
+	Admin_Tiers_FullMethodName          = "/kvferry.v1.Admin/Tiers"
+	Admin_Evict_FullMethodName          = "/kvferry.v1.Admin/Evict"
+	Admin_Demote_FullMethodName         = "/kvferry.v1.Admin/Demote"
+	Admin_PrefetchBlocks_FullMethodName = "/kvferry.v1.Admin/PrefetchBlocks"
+	Admin_Verify_FullMethodName         = "/kvferry.v1.Admin/Verify"
+	Admin_Explain_FullMethodName        = "/kvferry.v1.Admin/Explain"
+	Admin_Trace_FullMethodName          = "/kvferry.v1.Admin/Trace"
+	Admin_Config_FullMethodName         = "/kvferry.v1.Admin/Config"
+	Admin_Version_FullMethodName        = "/kvferry.v1.Admin/Version"
 )
 
 // AdminClient is the client API for Admin service.
@@ -42,6 +49,20 @@ type AdminClient interface {
 	Offers(ctx context.Context, in *OffersRequest, opts ...grpc.CallOption) (*OffersResponse, error)
 	// Fetches are the last decisions about blocks that other nodes have.
 	Fetches(ctx context.Context, in *FetchesRequest, opts ...grpc.CallOption) (*FetchesResponse, error)
+	// Tiers are the pool and each drive: what they hold and how they do.
+	Tiers(ctx context.Context, in *TiersRequest, opts ...grpc.CallOption) (*TiersResponse, error)
+	// Evict removes blocks by force; from a drive it is durable when it is answered. Their descendants cannot be matched from then on.
+	Evict(ctx context.Context, in *EvictRequest, opts ...grpc.CallOption) (*EvictResponse, error)
+	// Demote copies blocks to the drives, and their ancestors before them, and answers when they are there.
+	Demote(ctx context.Context, in *DemoteRequest, opts ...grpc.CallOption) (*DemoteResponse, error)
+	// PrefetchBlocks brings blocks up from the drives, and answers when they are in DRAM.
+	PrefetchBlocks(ctx context.Context, in *PrefetchBlocksRequest, opts ...grpc.CallOption) (*PrefetchBlocksResponse, error)
+	// Verify reads everything back and removes what is broken. It tells how far it is about ten times a second, and at its end.
+	Verify(ctx context.Context, in *VerifyRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[VerifyResponse], error)
+	// Explain tells why a block, or a request's look-up, was a hit or a miss.
+	Explain(ctx context.Context, in *ExplainRequest, opts ...grpc.CallOption) (*ExplainResponse, error)
+	// Trace tells of each look-up from now on, until the caller has enough.
+	Trace(ctx context.Context, in *TraceRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[TraceResponse], error)
 	Config(ctx context.Context, in *ConfigRequest, opts ...grpc.CallOption) (*ConfigResponse, error)
 	Version(ctx context.Context, in *VersionRequest, opts ...grpc.CallOption) (*VersionResponse, error)
 }
@@ -114,6 +135,94 @@ func (c *adminClient) Fetches(ctx context.Context, in *FetchesRequest, opts ...g
 	return out, nil
 }
 
+func (c *adminClient) Tiers(ctx context.Context, in *TiersRequest, opts ...grpc.CallOption) (*TiersResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(TiersResponse)
+	err := c.cc.Invoke(ctx, Admin_Tiers_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *adminClient) Evict(ctx context.Context, in *EvictRequest, opts ...grpc.CallOption) (*EvictResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(EvictResponse)
+	err := c.cc.Invoke(ctx, Admin_Evict_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *adminClient) Demote(ctx context.Context, in *DemoteRequest, opts ...grpc.CallOption) (*DemoteResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(DemoteResponse)
+	err := c.cc.Invoke(ctx, Admin_Demote_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *adminClient) PrefetchBlocks(ctx context.Context, in *PrefetchBlocksRequest, opts ...grpc.CallOption) (*PrefetchBlocksResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(PrefetchBlocksResponse)
+	err := c.cc.Invoke(ctx, Admin_PrefetchBlocks_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *adminClient) Verify(ctx context.Context, in *VerifyRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[VerifyResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &Admin_ServiceDesc.Streams[0], Admin_Verify_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[VerifyRequest, VerifyResponse]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Admin_VerifyClient = grpc.ServerStreamingClient[VerifyResponse]
+
+func (c *adminClient) Explain(ctx context.Context, in *ExplainRequest, opts ...grpc.CallOption) (*ExplainResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ExplainResponse)
+	err := c.cc.Invoke(ctx, Admin_Explain_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *adminClient) Trace(ctx context.Context, in *TraceRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[TraceResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &Admin_ServiceDesc.Streams[1], Admin_Trace_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[TraceRequest, TraceResponse]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Admin_TraceClient = grpc.ServerStreamingClient[TraceResponse]
+
 func (c *adminClient) Config(ctx context.Context, in *ConfigRequest, opts ...grpc.CallOption) (*ConfigResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(ConfigResponse)
@@ -145,6 +254,20 @@ type AdminServer interface {
 	Offers(context.Context, *OffersRequest) (*OffersResponse, error)
 	// Fetches are the last decisions about blocks that other nodes have.
 	Fetches(context.Context, *FetchesRequest) (*FetchesResponse, error)
+	// Tiers are the pool and each drive: what they hold and how they do.
+	Tiers(context.Context, *TiersRequest) (*TiersResponse, error)
+	// Evict removes blocks by force; from a drive it is durable when it is answered. Their descendants cannot be matched from then on.
+	Evict(context.Context, *EvictRequest) (*EvictResponse, error)
+	// Demote copies blocks to the drives, and their ancestors before them, and answers when they are there.
+	Demote(context.Context, *DemoteRequest) (*DemoteResponse, error)
+	// PrefetchBlocks brings blocks up from the drives, and answers when they are in DRAM.
+	PrefetchBlocks(context.Context, *PrefetchBlocksRequest) (*PrefetchBlocksResponse, error)
+	// Verify reads everything back and removes what is broken. It tells how far it is about ten times a second, and at its end.
+	Verify(*VerifyRequest, grpc.ServerStreamingServer[VerifyResponse]) error
+	// Explain tells why a block, or a request's look-up, was a hit or a miss.
+	Explain(context.Context, *ExplainRequest) (*ExplainResponse, error)
+	// Trace tells of each look-up from now on, until the caller has enough.
+	Trace(*TraceRequest, grpc.ServerStreamingServer[TraceResponse]) error
 	Config(context.Context, *ConfigRequest) (*ConfigResponse, error)
 	Version(context.Context, *VersionRequest) (*VersionResponse, error)
 	mustEmbedUnimplementedAdminServer()
@@ -174,6 +297,27 @@ func (UnimplementedAdminServer) Offers(context.Context, *OffersRequest) (*Offers
 }
 func (UnimplementedAdminServer) Fetches(context.Context, *FetchesRequest) (*FetchesResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Fetches not implemented")
+}
+func (UnimplementedAdminServer) Tiers(context.Context, *TiersRequest) (*TiersResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Tiers not implemented")
+}
+func (UnimplementedAdminServer) Evict(context.Context, *EvictRequest) (*EvictResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Evict not implemented")
+}
+func (UnimplementedAdminServer) Demote(context.Context, *DemoteRequest) (*DemoteResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Demote not implemented")
+}
+func (UnimplementedAdminServer) PrefetchBlocks(context.Context, *PrefetchBlocksRequest) (*PrefetchBlocksResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method PrefetchBlocks not implemented")
+}
+func (UnimplementedAdminServer) Verify(*VerifyRequest, grpc.ServerStreamingServer[VerifyResponse]) error {
+	return status.Error(codes.Unimplemented, "method Verify not implemented")
+}
+func (UnimplementedAdminServer) Explain(context.Context, *ExplainRequest) (*ExplainResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Explain not implemented")
+}
+func (UnimplementedAdminServer) Trace(*TraceRequest, grpc.ServerStreamingServer[TraceResponse]) error {
+	return status.Error(codes.Unimplemented, "method Trace not implemented")
 }
 func (UnimplementedAdminServer) Config(context.Context, *ConfigRequest) (*ConfigResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Config not implemented")
@@ -310,6 +454,118 @@ func _Admin_Fetches_Handler(srv interface{}, ctx context.Context, dec func(inter
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Admin_Tiers_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(TiersRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServer).Tiers(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Admin_Tiers_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServer).Tiers(ctx, req.(*TiersRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Admin_Evict_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(EvictRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServer).Evict(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Admin_Evict_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServer).Evict(ctx, req.(*EvictRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Admin_Demote_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DemoteRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServer).Demote(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Admin_Demote_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServer).Demote(ctx, req.(*DemoteRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Admin_PrefetchBlocks_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(PrefetchBlocksRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServer).PrefetchBlocks(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Admin_PrefetchBlocks_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServer).PrefetchBlocks(ctx, req.(*PrefetchBlocksRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Admin_Verify_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(VerifyRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(AdminServer).Verify(m, &grpc.GenericServerStream[VerifyRequest, VerifyResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Admin_VerifyServer = grpc.ServerStreamingServer[VerifyResponse]
+
+func _Admin_Explain_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ExplainRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServer).Explain(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Admin_Explain_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServer).Explain(ctx, req.(*ExplainRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Admin_Trace_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(TraceRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(AdminServer).Trace(m, &grpc.GenericServerStream[TraceRequest, TraceResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Admin_TraceServer = grpc.ServerStreamingServer[TraceResponse]
+
 func _Admin_Config_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(ConfigRequest)
 	if err := dec(in); err != nil {
@@ -378,6 +634,26 @@ var Admin_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _Admin_Fetches_Handler,
 		},
 		{
+			MethodName: "Tiers",
+			Handler:    _Admin_Tiers_Handler,
+		},
+		{
+			MethodName: "Evict",
+			Handler:    _Admin_Evict_Handler,
+		},
+		{
+			MethodName: "Demote",
+			Handler:    _Admin_Demote_Handler,
+		},
+		{
+			MethodName: "PrefetchBlocks",
+			Handler:    _Admin_PrefetchBlocks_Handler,
+		},
+		{
+			MethodName: "Explain",
+			Handler:    _Admin_Explain_Handler,
+		},
+		{
 			MethodName: "Config",
 			Handler:    _Admin_Config_Handler,
 		},
@@ -386,6 +662,17 @@ var Admin_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _Admin_Version_Handler,
 		},
 	},
-	Streams:  []grpc.StreamDesc{},
+	Streams: []grpc.StreamDesc{
+		{
+			StreamName:    "Verify",
+			Handler:       _Admin_Verify_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "Trace",
+			Handler:       _Admin_Trace_Handler,
+			ServerStreams: true,
+		},
+	},
 	Metadata: "kvferry/v1/admin.proto",
 }
