@@ -1,0 +1,120 @@
+package tiering
+
+import (
+	"context"
+	"slices"
+	"time"
+
+	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/tiers"
+)
+
+// Request asks for blocks that are on a drive.
+type Request struct {
+	Class  kvferry.Class // ClassLoad or ClassPrefetch
+	Space  tiers.SpaceRef
+	Shard  uint16
+	Hashes []byte // packed
+	// Arrived is called, from Promote's own goroutine, with the indexes of blocks that are in the pool now. May be nil.
+	Arrived func(at []int)
+}
+
+// Promotion is what became of a Request.
+type Promotion struct {
+	Came, Failed, NoRoom int
+	// Waiting is set where ctx ended before all was done. What is still under way goes on, and is in the pool when it has come.
+	Waiting bool
+}
+
+// Promote brings blocks up into the pool. It returns when all that will come has come, or ctx ends. Blocks that are in the pool already, or nowhere, are none of its business; those that somebody else is
+// bringing it waits for.
+func (t *Tiering) Promote(ctx context.Context, q Request) Promotion {
+	moves := t.cfg.Ledger.BeginPromote(time.Now(), q.Space, q.Shard, q.Hashes)
+	out := Promotion{NoRoom: moves.NoRoom}
+	deadline, _ := ctx.Deadline()
+	type part struct {
+		at []int
+		ok []bool
+	}
+	parts := make(chan part, len(moves.List)) // nobody who ends a transfer ever waits here
+	left := t.start(moves, q.Class, deadline, func(at []int, ok []bool) { parts <- part{at, ok} })
+	for ; left > 0; left-- {
+		select {
+		case p := <-parts:
+			var come []int
+			for k, i := range p.at {
+				if p.ok[k] {
+					come = append(come, moves.At[i])
+				}
+			}
+			out.Came += len(come)
+			out.Failed += len(p.at) - len(come)
+			q.arrived(come)
+		case <-ctx.Done():
+			out.Waiting = true
+			return out
+		}
+	}
+	t.elsewhere(ctx, q, moves.Elsewhere, &out)
+	return out
+}
+
+func (q *Request) arrived(at []int) {
+	if q.Arrived != nil && len(at) > 0 {
+		slices.Sort(at)
+		q.Arrived(at)
+	}
+}
+
+// elsewhere waits for blocks that somebody else is bringing or storing.
+func (t *Tiering) elsewhere(ctx context.Context, q Request, at []int, out *Promotion) {
+	for len(at) > 0 {
+		var hashes []byte
+		for _, i := range at {
+			hashes = append(hashes, q.Hashes[i*kvferry.HashSize:][:kvferry.HashSize]...)
+		}
+		states, changed := t.cfg.Ledger.Await(q.Space, q.Shard, hashes)
+		var rest, come []int
+		for k, s := range states {
+			switch s {
+			case tiers.SlotResident:
+				come = append(come, at[k])
+			case tiers.SlotFilling:
+				rest = append(rest, at[k])
+			default:
+				out.Failed++
+			}
+		}
+		out.Came += len(come)
+		q.arrived(come)
+		if at = rest; len(at) == 0 {
+			return
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			out.Waiting = true
+			return
+		}
+	}
+}
+
+// Prefetch brings blocks up in the background; nobody waits for it.
+func (t *Tiering) Prefetch(space tiers.SpaceRef, shard uint16, hashes []byte) {
+	t.start(t.cfg.Ledger.BeginPromote(time.Now(), space, shard, hashes), kvferry.ClassPrefetch, time.Now().Add(prefetchDeadline), nil)
+}
+
+// prefetchDeadline bounds how long a prefetch may wait for the drive.
+const prefetchDeadline = 30 * time.Second
+
+// Restore is about how long it takes to bring so many bytes up; 0 while that was not measured. The drives share the work.
+func (t *Tiering) Restore(bytes uint64) time.Duration {
+	var rate float64
+	for _, d := range t.drives {
+		rate += d.rate.now()
+	}
+	if rate == 0 {
+		return 0
+	}
+	return time.Duration(float64(bytes) / rate * float64(time.Second))
+}
