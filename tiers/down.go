@@ -161,7 +161,7 @@ func (p *plan) idleBlock(d Down, id recordID, before int64) {
 	for d.Move && id != 0 { // what was copied while it had children leaves after them
 		r := l.recs.at(id)
 		parent := r.parent
-		if r.stamp > before || l.Meta(id).Pos[policy.DRAM] < 0 || !l.isIn(r, policy.NVMe) {
+		if r.stamp > before || l.Meta(id).Pos[policy.DRAM] < 0 || !l.isIn(r, policy.NVMe) || !l.isOpenLocked(id) { // or its drive is in trouble: idle is no reason to lose it
 			return
 		}
 		l.leaveLocked(id, policy.DRAM)

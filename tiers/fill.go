@@ -190,7 +190,11 @@ func (l *Ledger) DropFromDrive(space kvferry.SpaceID, h kvferry.Hash) bool {
 		return false
 	}
 	id := l.index.find(ref, &h)
-	return id != 0 && l.dropSlotsLocked(id, policy.NVMe, Dropped)
+	if id == 0 || !l.dropSlotsLocked(id, policy.NVMe, Dropped) {
+		return false
+	}
+	l.counts.Dropped++
+	return true
 }
 
 // dropSlotsLocked removes what a block has in a tier, or in all of them (policy.NumTiers).
