@@ -39,11 +39,11 @@ func (s *shelf) store(blocks []tiers.Block) {
 }
 
 // demote plans and copies until all is done, and answers how much was.
-func (s *shelf) demote(sel tiers.Selection, leaves bool, limit int) (copied, present, noDrive int) {
+func (s *shelf) demote(sel tiers.Selection, bytes uint64) (copied, present, noDrive int) {
 	s.t.Helper()
 	parts := 0
 	for from := tiers.Cursor(0); ; {
-		part := s.l.PlanDemote(s.now, sel, leaves, from, limit)
+		part := s.l.PlanDemote(s.now, sel, from, bytes)
 		for i := range part.List {
 			s.l.EndMove(s.now, &part.List[i], true)
 		}
@@ -67,13 +67,14 @@ func TestDemoteByHand(t *testing.T) {
 	s.store(long)
 	s.store(other)
 	last := tiers.Selection{Prefix: long[39].Hash[:]}
-	if copied, _, _ := s.demote(last, true, 7); copied != 40 {
+	if copied, _, _ := s.demote(last, 7*64<<10); copied != 40 {
 		t.Errorf("the last block of a chain of 40 took %d copies: all of its ancestors have to go before it", copied)
 	}
+	s.l.Release(s.now, last, 0)
 	if st := s.l.Stats(); st.InTier[policy.DRAM] != 49 {
 		t.Errorf("%d blocks are in DRAM: the one that was named leaves, its ancestors do not", st.InTier[policy.DRAM])
 	}
-	if copied, present, _ := s.demote(tiers.Selection{}, true, 7); copied != 10 || present != 39 {
+	if copied, present, _ := s.demote(tiers.Selection{}, 7*64<<10); copied != 10 || present != 39 {
 		t.Errorf("%d copies, %d were there", copied, present)
 	}
 	left, from := 0, tiers.Cursor(0)
@@ -95,7 +96,7 @@ func TestDemoteMoreThanThereIs(t *testing.T) {
 	blocks := tierstest.Chain(1, 100)
 	s.store(blocks)
 	for from, parts := tiers.Cursor(0), 0; ; parts++ {
-		part := s.l.PlanDemote(s.now, tiers.Selection{}, false, from, 1000) // none of them ends: nothing of it may leave to make room
+		part := s.l.PlanDemote(s.now, tiers.Selection{}, from, 1<<30) // none of them ends: nothing of it may leave to make room
 		if len(part.List) > 32 {
 			t.Fatalf("%d copies into 32 slots", len(part.List))
 		}
@@ -117,7 +118,7 @@ func TestLeasedStays(t *testing.T) {
 	blocks := tierstest.Chain(1, 5)
 	s.store(blocks)
 	s.l.Match(s.now, 1, "r", s.ref, tierstest.Pack(blocks), s.now.Add(time.Minute))
-	s.demote(tiers.Selection{}, true, 100)
+	s.demote(tiers.Selection{}, 1<<30)
 	if n, _ := s.l.Release(s.now, tiers.Selection{}, 0); n != 0 || s.l.Stats().InTier[policy.DRAM] != 5 {
 		t.Errorf("%d left", n)
 	}
@@ -145,7 +146,7 @@ func TestExplainByHand(t *testing.T) {
 	if e = s.l.Explain(s.now, tiers.Selection{Prefix: blocks[1].Hash[:]}, 10); len(e) != 1 || !e[0].Block.Reachable || !e[0].Missing.IsZero() || e[0].Removed != nil {
 		t.Errorf("one before it: %+v", e)
 	}
-	s.demote(tiers.Selection{Prefix: blocks[0].Hash[:]}, false, 10)
+	s.demote(tiers.Selection{Prefix: blocks[0].Hash[:]}, 1<<30)
 	s.l.Evict(s.now, tiers.Selection{Prefix: blocks[0].Hash[:]}, policy.DRAM, 0)
 	s.l.SetOpen(1, false)
 	if e = s.l.Explain(s.now, tiers.Selection{Prefix: blocks[1].Hash[:]}, 10); len(e) != 1 || e[0].Missing != blocks[0].Hash || !e[0].MissingClosed {
@@ -157,7 +158,7 @@ func TestReadBack(t *testing.T) {
 	s := newShelf(t, 4, 4)
 	blocks := tierstest.Chain(1, 20)
 	s.store(blocks)
-	s.demote(tiers.Selection{}, false, 100)
+	s.demote(tiers.Selection{}, 1<<30)
 	for id, want := range []int{20, 20} {
 		n := 0
 		for from := tiers.SlotRef(0); ; {
@@ -193,10 +194,10 @@ func TestPromotedIsNotIdle(t *testing.T) {
 	s := newShelf(t, 4, 4)
 	blocks := tierstest.Chain(1, 4)
 	s.store(blocks)
-	s.demote(tiers.Selection{}, true, 100)
+	s.demote(tiers.Selection{}, 1<<30)
 	s.l.Release(s.now, tiers.Selection{}, 0)
 	s.now = s.now.Add(time.Hour)
-	ups, _ := s.l.PlanUp(tiers.Selection{}, 0, 100)
+	ups, _ := s.l.PlanUp(tiers.Selection{}, 0, 1<<30)
 	if len(ups) != 1 || len(ups[0].Hashes) != 4*kvferry.HashSize {
 		t.Fatalf("%+v", ups)
 	}
@@ -216,7 +217,7 @@ func TestIdleWithItsDriveClosed(t *testing.T) {
 	s := newShelf(t, 4, 4, 4)
 	blocks := tierstest.Chain(1, 4)
 	s.store(blocks)
-	s.demote(tiers.Selection{}, false, 100)
+	s.demote(tiers.Selection{}, 1<<30)
 	s.l.SetOpen(1, false)
 	on := s.l.Stats().Drives[0].Blocks
 	if on == 0 || on == 4 {

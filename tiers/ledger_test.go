@@ -151,13 +151,13 @@ func (w *world) byHand() {
 			_, w.cursor = w.l.Evict(w.now, sel, w.r.IntN(policy.NumTiers+1), w.cursor)
 		}
 	case 1, 2:
-		part := w.l.PlanDemote(w.now, sel, w.r.IntN(2) == 0, w.cursor, 1+w.r.IntN(30))
+		part := w.l.PlanDemote(w.now, sel, w.cursor, w.r.Uint64N(4<<20))
 		w.plan(part.Moves)
 		w.cursor = part.Next
 	case 3, 4:
 		_, w.cursor = w.l.Release(w.now, sel, w.cursor)
 	case 5, 6:
-		ups, next := w.l.PlanUp(sel, w.cursor, 1+w.r.IntN(30))
+		ups, next := w.l.PlanUp(sel, w.cursor, w.r.Uint64N(4<<20))
 		for _, u := range ups {
 			w.plan(w.l.BeginPromote(w.now, w.spaces[u.Space.ID[0]-1], u.Shard, u.Hashes))
 		}

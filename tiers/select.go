@@ -65,15 +65,14 @@ type DownPart struct {
 	Next    Cursor
 }
 
-// PlanDemote plans the copies of chosen blocks to the drives, however lately they were used and whatever the write budget is, and of their ancestors before them: about limit shards. With leaves set they leave DRAM
-// when they are copied and nothing needs them there; what could not yet, because of its children, does in Release.
+// PlanDemote plans the copies of chosen blocks to the drives, however lately they were used and whatever the write budget is, and of their ancestors before them: at most so many bytes in a part, or one shard.
 //
-// A chain that is longer than limit takes several parts, which begin with the same block. The caller bounds how often: on a drive that is too small for the chain its beginning may have left again.
-func (l *Ledger) PlanDemote(now time.Time, sel Selection, leaves bool, from Cursor, limit int) DownPart {
+// A chain that is longer than that takes several parts, which begin with the same block. The caller bounds how often: on a drive that is too small for the chain its beginning may have left again.
+func (l *Ledger) PlanDemote(now time.Time, sel Selection, from Cursor, bytes uint64) DownPart {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.now = now.UnixNano()
-	p := &plan{l: l, now: now, limit: min(limit, changedMax)}
+	p := &plan{l: l, now: now}
 	var out DownPart
 	out.Next = l.walkLocked(from, &sel, func(id recordID) bool {
 		r := l.recs.at(id)
@@ -84,10 +83,14 @@ func (l *Ledger) PlanDemote(now time.Time, sel Selection, leaves bool, from Curs
 			out.Present++
 			return true
 		}
-		if len(p.out.List) >= p.limit {
+		n, slotBytes := len(p.out.List), l.spaces[r.space].slotBytes
+		if p.limit = min(n+int(bytes/slotBytes), changedMax); n > 0 && p.limit == n {
 			return false
 		}
-		if !p.chain(id, leaves) {
+		p.limit = max(p.limit, 1)
+		ok := p.chain(id, false)
+		bytes -= min(bytes, uint64(len(p.out.List)-n)*slotBytes)
+		if !ok {
 			out.NoDrive++
 			return true
 		}
@@ -128,21 +131,21 @@ type Up struct {
 	Hashes []byte // packed
 }
 
-// PlanUp finds chosen blocks that are to be had from a drive only, about limit shards of them, by space and shard, in the order in which a chain is asked for. It tells where to go on.
-func (l *Ledger) PlanUp(sel Selection, from Cursor, limit int) (ups []Up, next Cursor) {
+// PlanUp finds chosen blocks that are to be had from a drive only, about so many bytes of them, by space and shard, in the order in which a chain is asked for. It tells where to go on.
+func (l *Ledger) PlanUp(sel Selection, from Cursor, bytes uint64) (ups []Up, next Cursor) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	type group struct {
 		space SpaceRef
 		shard uint16
 	}
-	at, shards := map[group]int{}, 0
+	at, shards, planned := map[group]int{}, 0, uint64(0)
 	next = l.walkLocked(from, &sel, func(id recordID) bool {
 		r := l.recs.at(id)
 		if r.in[policy.NVMe] == 0 || l.isIn(r, policy.DRAM) || !l.isOpenLocked(id) {
 			return true
 		}
-		if shards >= min(limit, changedMax) {
+		if shards >= changedMax || planned >= bytes {
 			return false
 		}
 		for shard := range l.spaces[r.space].shape.Shards {
@@ -158,6 +161,7 @@ func (l *Ledger) PlanUp(sel Selection, from Cursor, limit int) (ups []Up, next C
 			}
 			ups[i].Hashes = append(ups[i].Hashes, r.hash[:]...)
 			shards++
+			planned += l.spaces[r.space].shape.ShardBytes
 		}
 		return true
 	})
