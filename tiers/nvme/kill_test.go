@@ -82,8 +82,7 @@ func loadDrive(path string) error {
 				bytes, n := d.SlabInUse(slab)
 				var batch []nvme.WriteOp
 				var events []event
-				for range 1 + random.IntN(6) {
-					slot := random.IntN(min(n, 12))
+				for _, slot := range random.Perm(min(n, 12))[:1+random.IntN(6)] {
 					if used[slab][slot] {
 						tell(event{What: "clearing", Slab: slab, Slot: slot})
 						d.Clear(slab, slot)
