@@ -1,0 +1,159 @@
+package nvme
+
+import (
+	"fmt"
+	"sync"
+	"sync/atomic"
+
+	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/tiers/pool"
+)
+
+// scanners read header tables at the same time: each slab costs two reads that the drive can overlap with others.
+const scanners = 8
+
+// scanned is what one slab's table says.
+type scanned struct {
+	header  slabHeader
+	keep    []pool.Resident
+	doubt   []int // slots whose header is ours and damaged
+	highest uint64
+	err     error
+}
+
+// scan rebuilds the slabs from their tables and answers what is worth keeping. Anything may stand in the file: what is not wholly right is a free slot.
+// The caller owns d alone.
+func (d *Drive) scan() ([]pool.Resident, error) {
+	found := make([]scanned, len(d.slabs))
+	var at atomic.Int64
+	var wg sync.WaitGroup
+	for range min(scanners, len(found)) {
+		wg.Go(func() {
+			buf := make([]byte, pool.TableBytes(pool.SlotsPerSlabMax))
+			for i := int(at.Add(1)) - 1; i < len(found); i = int(at.Add(1)) - 1 {
+				found[i] = d.scanSlab(i, buf)
+			}
+		})
+	}
+	wg.Wait()
+	n := 0
+	for i := range found {
+		if found[i].err != nil {
+			return nil, fmt.Errorf("%w: read the headers of slab %d: %w", ErrDevice, i, found[i].err)
+		}
+		n += len(found[i].keep)
+	}
+	keep := make([]pool.Resident, 0, n)
+	for i := range found {
+		f := &found[i]
+		d.generation = max(d.generation, f.highest)
+		d.cutLocked(i, f.header)
+		for _, r := range f.keep {
+			d.slabs[i].live[r.Slot/64] |= 1 << (r.Slot % 64)
+		}
+		for _, slot := range f.doubt {
+			d.slabs[i].live[slot/64] |= 1 << (slot % 64)
+			d.killLocked(i, slot)
+		}
+		d.dropped += len(f.doubt)
+		keep = append(keep, f.keep...)
+		found[i] = scanned{}
+	}
+	return d.dropDuplicates(keep), nil
+}
+
+// scanSlab reads one slab's header and table.
+func (d *Drive) scanSlab(i int, buf []byte) (f scanned) {
+	at := int64(slabsAt + uint64(i)*d.cfg.SlabBytes)
+	if f.err = d.dev.ReadAt(buf[:slabUsed], at); f.err != nil {
+		return f
+	}
+	h, ok := parseSlab(buf, d.id, i)
+	f.highest = h.floor
+	if !ok || h.slotBytes == 0 || h.slots == 0 || h.slots != uint64(d.SlotsPerSlab(h.slotBytes)) {
+		f.header.floor = h.floor
+		return f
+	}
+	f.header = h
+	table := buf[:h.slots*pool.HeaderBytes]
+	if f.err = d.dev.ReadAt(table, at+pool.SlabHeaderBytes); f.err != nil {
+		return f
+	}
+	for slot := range int(h.slots) {
+		b := table[slot*pool.HeaderBytes:][:pool.HeaderBytes]
+		hd, ours, ok := parseHeader(b, d.id, i, slot)
+		if !ok {
+			if ours {
+				f.doubt = append(f.doubt, slot)
+			}
+			continue
+		}
+		f.highest = max(f.highest, uint64(hd.Generation))
+		if uint64(hd.Generation) <= h.floor && d.mutate&noFloor == 0 || hd.State == pool.StateFree {
+			continue
+		}
+		if hd.State == pool.StateResident && !hd.Generation.Filling() && hd.Length > 0 && hd.Length <= h.slotBytes {
+			f.keep = append(f.keep, pool.Resident{Slab: i, Slot: slot, Header: hd})
+		} else {
+			f.doubt = append(f.doubt, slot)
+		}
+	}
+	return f
+}
+
+// shardKey names what a slot holds.
+type shardKey struct {
+	space kvferry.SpaceID
+	hash  kvferry.Hash
+	shard uint16
+}
+
+func keyOf(h *pool.Header) shardKey { return shardKey{h.Space, h.Hash, h.Shard} }
+
+// dropDuplicates keeps of those that hold the same the one with the highest generation, and notes tombstones for the others.
+func (d *Drive) dropDuplicates(keep []pool.Resident) []pool.Resident {
+	first := make(map[uint64]int32, len(keep)) // by a part of the key, to keep it small; what shares it with another is found beside it
+	lost := make(map[int]bool)
+	for i := range keep {
+		key := keyOf(&keep[i].Header)
+		for short := key.short(); ; short++ {
+			k, taken := first[short]
+			if !taken {
+				first[short] = int32(i)
+				break
+			}
+			if keyOf(&keep[k].Header) != key {
+				continue
+			}
+			loser := i
+			if keep[i].Header.Generation > keep[k].Header.Generation {
+				first[short], loser = int32(i), int(k)
+			}
+			lost[loser] = true
+			break
+		}
+	}
+	if len(lost) == 0 {
+		return keep
+	}
+	d.doubles = len(lost)
+	kept := keep[:0]
+	for i, r := range keep {
+		if lost[i] {
+			d.killLocked(r.Slab, r.Slot)
+		} else {
+			kept = append(kept, r)
+		}
+	}
+	return kept
+}
+
+func (k *shardKey) short() uint64 {
+	word := func(b []byte) (v uint64) {
+		for _, c := range b[:8] {
+			v = v<<8 | uint64(c)
+		}
+		return v
+	}
+	return word(k.hash[:]) ^ word(k.space[:])*0x9e3779b97f4a7c15 ^ uint64(k.shard)*0xd6e8feb86659fd93
+}

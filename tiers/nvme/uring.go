@@ -1,0 +1,133 @@
+package nvme
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"runtime"
+	"unsafe"
+
+	"github.com/kvferry/kvferry/csrc/uringshim"
+)
+
+// uring is the engine on io_uring. Each batch has a ring for its time; rings are made when they are first needed, and at most batchesMax of them.
+type uring struct {
+	fd     int
+	depth  int
+	memory []byte // registered with each ring; nil where that did not work
+	ready  chan *lane
+	unmade chan struct{} // a token for each that may still be made
+}
+
+// lane is a ring and what goes with it.
+type lane struct {
+	ring *uringshim.Ring
+	ops  []uringshim.Op
+}
+
+// newUring makes the first ring and reads with it: that it may be made does not say that it may be used.
+func newUring(data *os.File, cfg Config, info *Info) (*uring, error) {
+	u := &uring{fd: int(data.Fd()), depth: cfg.Depth, memory: cfg.Memory, ready: make(chan *lane, batchesMax), unmade: make(chan struct{}, batchesMax)}
+	ring, err := uringshim.New(u.depth, u.fd)
+	if err != nil {
+		return nil, err
+	}
+	if len(u.memory) > 0 {
+		if err := ring.Register(u.memory); err != nil {
+			info.Why = fmt.Sprintf("without registered memory: %v", err)
+			u.memory = nil
+		}
+	}
+	info.Registered = u.memory != nil
+	u.ready <- newLane(ring)
+	probe := []IO{{Buf: alignedBuffer(Align)}}
+	u.run(context.Background(), false, probe, func(int) {})
+	if err := probe[0].Err; err != nil {
+		u.close()
+		return nil, fmt.Errorf("io_uring_enter: %w", err)
+	}
+	for range batchesMax - 1 {
+		u.unmade <- struct{}{}
+	}
+	return u, nil
+}
+
+func (u *uring) close() {
+	for len(u.ready) > 0 {
+		(<-u.ready).ring.Close()
+	}
+}
+
+func newLane(ring *uringshim.Ring) *lane {
+	return &lane{ring: ring, ops: make([]uringshim.Op, 0, ring.Depth())}
+}
+
+// take waits for a ring.
+func (u *uring) take(ctx context.Context) (*lane, error) {
+	select {
+	case l := <-u.ready: // rather than making one
+		return l, nil
+	default:
+	}
+	select {
+	case l := <-u.ready:
+		return l, nil
+	case <-ctx.Done():
+		return nil, context.Cause(ctx)
+	case <-u.unmade:
+	}
+	ring, err := uringshim.New(u.depth, u.fd)
+	if err != nil {
+		u.unmade <- struct{}{}
+		return nil, err
+	}
+	if u.memory != nil {
+		_ = ring.Register(u.memory) // else this one goes without
+	}
+	return newLane(ring), nil
+}
+
+func (u *uring) give(l *lane) {
+	if l.ring.Broken() {
+		l.ring.Close()
+		u.unmade <- struct{}{}
+		return
+	}
+	u.ready <- l
+}
+
+func (u *uring) run(ctx context.Context, write bool, batch []IO, done func(i int)) {
+	l, err := u.take(ctx)
+	if err != nil {
+		for i := range batch {
+			batch[i].Err = err
+			done(i)
+		}
+		return
+	}
+	defer u.give(l)
+	next, flying := 0, 0
+	for next < len(batch) || flying > 0 {
+		l.ops = l.ops[:0]
+		ended := ctx.Err() != nil
+		for ; ended && next < len(batch); next++ {
+			batch[next].Err = context.Cause(ctx)
+			done(next)
+		}
+		for ; next < len(batch) && flying+len(l.ops) < u.depth; next++ {
+			io := &batch[next]
+			l.ops = append(l.ops, uringshim.Op{Offset: uint64(io.Offset), Address: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(io.Buf)))),
+				Length: uint32(len(io.Buf)), Tag: uint32(next)})
+		}
+		flying += len(l.ops)
+		if flying == 0 {
+			break
+		}
+		for _, e := range l.ring.Step(write, l.ops, 1) {
+			flying--
+			batch[e.Tag].Err = e.Err()
+			done(int(e.Tag))
+		}
+	}
+	runtime.KeepAlive(batch)
+}
