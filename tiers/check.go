@@ -48,8 +48,8 @@ func (l *Ledger) checkSlotsLocked() error {
 func (l *Ledger) checkStoreLocked(st *store, pins map[SlotRef]int, apart map[SlotRef]bool, excess *int) error {
 	free := map[SlotRef]bool{}
 	for _, c := range st.classes {
-		if c.leaving < 0 || c.leaving > c.slots {
-			return fmt.Errorf("%d of %d slots are leaving", c.leaving, c.slots)
+		if c.leaving < 0 || c.leaving > c.slots || c.held < 0 || c.held > l.moving {
+			return fmt.Errorf("%d of %d slots are leaving, %d moves of leaves", c.leaving, c.slots, c.held)
 		}
 		for _, s := range c.free {
 			if free[s] {

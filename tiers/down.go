@@ -1,6 +1,8 @@
 package tiers
 
 import (
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/kvferry/kvferry/tiers/policy"
@@ -60,15 +62,27 @@ func (l *Ledger) PlanDown(now time.Time, d Down, limit int) Moves {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.now = now.UnixNano()
-	p := &plan{l: l, now: now, limit: limit}
+	p := &plan{l: l, now: now, limit: min(limit, l.poolSlotsLocked()/movingShare-l.moving)}
 	if !l.driveOpenLocked() {
 		return p.out
 	}
-	for _, c := range l.stores[poolStore].classes {
-		p.relieve(d, c)
+	classes := l.stores[poolStore].classes
+	for _, slotBytes := range slices.Sorted(maps.Keys(classes)) { // in their order: what leaves does not hang on chance
+		p.relieve(d, classes[slotBytes])
 	}
 	p.idle(d)
 	return p.out
+}
+
+// movingShare is the part of the pool that may be pinned by moves, so that stores find room beside them.
+const movingShare = 4
+
+func (l *Ledger) poolSlotsLocked() (n int) {
+	st := l.stores[poolStore]
+	for _, c := range st.classes {
+		n += c.slots
+	}
+	return n + st.freeSlabs*movingShare // about: how many slots a free slab will have is not known
 }
 
 func (l *Ledger) driveOpenLocked() bool {
@@ -200,9 +214,13 @@ func (p *plan) block(id recordID, leaves bool) bool {
 	}
 	r := l.recs.at(id)
 	e := &l.spaces[r.space]
-	c := l.class(l.stores[k], e.slotBytes)
+	c, memory := l.class(l.stores[k], e.slotBytes), l.classOfLocked(id, policy.DRAM)
+	leaf := l.Meta(id).Pos[policy.DRAM] >= 0
+	if leaf && memory.held >= memory.leaves.Len() { // what is moved cannot leave meanwhile: stores must find others that can
+		return false
+	}
 	if leaves {
-		l.classOfLocked(id, policy.DRAM).leaving += int(r.in[policy.DRAM])
+		memory.leaving += int(r.in[policy.DRAM])
 	}
 	planned := 0
 	for s := r.slots; s != 0; s = l.slot(s).next {
@@ -216,7 +234,10 @@ func (p *plan) block(id recordID, leaves bool) bool {
 			l.unpinMoveLocked(s)
 			break
 		}
-		move := Move{From: l.placeLocked(s, e.shape.ShardBytes), Leaves: leaves}
+		move := Move{From: l.placeLocked(s, e.shape.ShardBytes), Leaves: leaves, leaf: leaf}
+		if leaf {
+			memory.held++
+		}
 		move.Fill = Fill{Block: l.blockLocked(id), Place: l.beginLocked(d, id, uint16(m.shard), e.shape.ShardBytes)}
 		move.Header = l.headerLocked(p.now, l.slot(d))
 		move.Header.CRC32C = m.crc
@@ -226,7 +247,7 @@ func (p *plan) block(id recordID, leaves bool) bool {
 		planned++
 	}
 	if leaves { // those that were not planned do not leave by this
-		l.classOfLocked(id, policy.DRAM).leaving -= int(r.in[policy.DRAM]) - planned
+		memory.leaving -= int(r.in[policy.DRAM]) - planned
 	}
 	return planned > 0
 }

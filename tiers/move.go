@@ -17,6 +17,7 @@ type Move struct {
 	Drive  StoreID
 	DriveSlab,
 	DriveSlot int // as the drive counts them
+	leaf bool // it could have left when this was planned
 	// Leaves: the block leaves DRAM when it is on the drive, if nobody wants it by then.
 	Leaves bool
 }
@@ -122,6 +123,9 @@ func (l *Ledger) EndMove(now time.Time, m *Move, copied bool) {
 	down := l.storeOf(m.Fill.Place.Slot).tier == policy.NVMe
 	src := l.slot(m.From.Slot)
 	id := src.block
+	if m.leaf {
+		l.classOfLocked(id, policy.DRAM).held--
+	}
 	if m.Leaves {
 		l.classOfLocked(id, policy.DRAM).leaving--
 	}

@@ -31,6 +31,7 @@ type class struct {
 	free      []SlotRef
 	leaves    policy.Set
 	leaving   int // slots from which blocks are being moved, to be free when that has succeeded
+	held      int // moves of blocks that could leave when they were planned
 }
 
 func (l *Ledger) addStoreLocked(tier int, slots Slots) {

@@ -133,6 +133,9 @@ func (s *Session) Store(r Store) {
 		return
 	}
 	fills := s.m.cfg.Ledger.BeginFill(time.Now(), space, s.shard(), blocks)
+	if s.m.cfg.Tiering != nil {
+		s.m.cfg.Tiering.Filled()
+	}
 	var todo []tiers.Fill
 	t := &mover.Transfer{Class: kvferry.ClassStore, Copier: reg.copier, Deadline: time.Now().Add(r.Deadline)}
 	present, busy := 0, 0

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvferry/kvferry"
@@ -16,12 +17,17 @@ import (
 // errNotTried is in the copies of a transfer that the link has refused.
 var errNotTried = errors.New("tiering: not tried")
 
+// errLate is why a drive has failed that has not ended a transfer by its deadline.
+var errLate = errors.New("tiering: no answer by the deadline")
+
 // copier makes the moves of one transfer, all of one drive and one direction. The mover knows them by their places in the pool.
 type copier struct {
 	d      *drive
 	pool   transport.Memory
 	writes bool
 	moves  map[uint64]*tiers.Move // by offset in the pool
+	// started: the drive has it, and is to blame where it does not end.
+	started atomic.Bool
 }
 
 // add takes a move over, and is its copy.
@@ -41,6 +47,7 @@ func (c *copier) add(m *tiers.Move) transport.Copy {
 
 // Copy is transport.Copier.
 func (c *copier) Copy(ctx context.Context, batch []transport.Copy) error {
+	c.started.Store(true)
 	if c.writes {
 		return c.write(ctx, batch)
 	}

@@ -30,7 +30,11 @@ func (t *Tiering) succeeded(d *drive) {
 
 // probe tries a degraded drive, beside everything else.
 func (t *Tiering) probe(d *drive) {
+	if !d.probes.CompareAndSwap(false, true) {
+		return // the last one hangs in the drive
+	}
 	t.wg.Go(func() {
+		defer d.probes.Store(false)
 		ctx, cancel := context.WithTimeout(t.ctx, probeTimeout)
 		defer cancel()
 		if err := d.device.Probe(ctx); err != nil {

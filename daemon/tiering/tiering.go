@@ -30,6 +30,8 @@ const (
 	planMax = 1024
 	// probeTimeout bounds a probe of a drive that is in trouble.
 	probeTimeout = 10 * time.Second
+	// downDeadline is what a drive has for a transfer down. It has failed where it has not answered by then.
+	downDeadline = 30 * time.Second
 )
 
 // Config is what a Tiering works with; never modified after New.
@@ -49,6 +51,7 @@ type Config struct {
 type Tiering struct {
 	cfg    Config
 	drives []*drive
+	kick   chan struct{}
 	ctx    context.Context
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
@@ -63,16 +66,18 @@ type drive struct {
 	health health.Tracker
 	slow   health.Tracker // slower than recomputing: probed by reading anyway, now and then
 	down   atomic.Int64   // bytes on their way down
+	probes atomic.Bool    // one is under way
 	rate   rate           // of reads
 }
 
 // New starts the links.
 func New(cfg Config) *Tiering {
-	t := &Tiering{cfg: cfg}
+	t := &Tiering{cfg: cfg, kick: make(chan struct{}, 1)}
 	t.ctx, t.cancel = context.WithCancel(context.Background())
 	for i, d := range cfg.Drives {
 		t.drives = append(t.drives, &drive{id: tiers.StoreID(i + 1), name: cfg.Names[i], device: d, link: mover.NewLink(cfg.Names[i], cfg.Transfers, cfg.Queue)})
 	}
+	t.wg.Go(t.relieve)
 	return t
 }
 
@@ -90,16 +95,43 @@ func (t *Tiering) Tick(now time.Time) {
 	if len(t.drives) == 0 {
 		return
 	}
-	room := false
 	for _, d := range t.drives {
-		room = room || d.down.Load() < downBytesMax
 		if s, _, _ := d.health.View(); s != health.OK && d.health.Allow(now) {
 			t.probe(d)
 		}
 	}
-	if room {
-		t.start(t.cfg.Ledger.PlanDown(now, t.cfg.Down, planMax), kvferry.ClassDemote, time.Time{}, nil)
+	t.down(now, t.cfg.Down)
+}
+
+// Filled is told that room in the pool was taken: there may be too little left.
+func (t *Tiering) Filled() {
+	select {
+	case t.kick <- struct{}{}:
+	default:
 	}
+}
+
+// relieve makes room as it is taken, and goes on when something has gone down.
+func (t *Tiering) relieve() {
+	d := t.cfg.Down
+	d.Idle = 0
+	for {
+		select {
+		case <-t.kick:
+			t.down(time.Now(), d)
+		case <-t.ctx.Done():
+			return
+		}
+	}
+}
+
+func (t *Tiering) down(now time.Time, d tiers.Down) {
+	for _, d := range t.drives {
+		if s, _, _ := d.health.View(); s == health.OK && d.down.Load() >= downBytesMax { // drives share what goes down: the slowest sets the pace
+			return
+		}
+	}
+	t.start(t.cfg.Ledger.PlanDown(now, d, planMax), kvferry.ClassDemote, now.Add(downDeadline), nil)
 }
 
 // start submits moves, in transfers of one drive each. ended is told of each transfer when it is quiet: the indexes into the list of its moves, and which of them succeeded. It must not block.
@@ -138,6 +170,12 @@ func (t *Tiering) submit(d *drive, m tiers.Moves, at []int, class kvferry.Class,
 	if c.writes {
 		d.down.Add(n)
 	}
+	transfer.Decide = func(out mover.Outcome) mover.Outcome {
+		if out == mover.Expired && c.started.Load() {
+			t.failed(d, errLate)
+		}
+		return out
+	}
 	transfer.Quiet = func(mover.Outcome) {
 		ok := make([]bool, len(at))
 		now := time.Now()
@@ -148,6 +186,7 @@ func (t *Tiering) submit(d *drive, m tiers.Moves, at []int, class kvferry.Class,
 		t.account(d, c, transfer.Batch, m, at)
 		if c.writes {
 			d.down.Add(-n)
+			t.Filled() // more may wait
 		}
 		if ended != nil {
 			ended(at, ok)

@@ -1,0 +1,148 @@
+package daemon
+
+import (
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/kvferry/kvferry"
+	pb "github.com/kvferry/kvferry/proto/kvferry/v1"
+	"github.com/kvferry/kvferry/standin"
+	"github.com/kvferry/kvferry/tiers/policy"
+)
+
+// withDrives gives a node drives: files in the test's folder, which stand for NVMe.
+func withDrives(t *testing.T, n int, size Bytes) func(*Config) {
+	dir := t.TempDir()
+	return func(c *Config) {
+		c.NVMe.Slab, c.NVMe.Reserve = 8<<20, 0
+		for i := range n {
+			c.NVMe.Drives = append(c.NVMe.Drives, DriveConfig{Path: filepath.Join(dir, string(rune('a'+i))), Size: size})
+		}
+	}
+}
+
+// onDrives waits until every block of the pool is on a drive too.
+func (n *node) onDrives(blocks int) {
+	n.t.Helper()
+	eventually(n.t, "blocks are on the drives", func() bool {
+		n.tiering.Tick(time.Now().Add(time.Hour)) // by then all of them are idle
+		st := n.ledger.Stats()
+		return st.InTier[policy.NVMe] >= blocks && st.Moving == 0
+	})
+}
+
+func ready(r *standin.LoadReport) (n int) {
+	for _, st := range r.Status {
+		if st == pb.BlockStatus_BLOCK_STATUS_READY {
+			n++
+		}
+	}
+	return n
+}
+
+// Blocks that are idle go down, leave DRAM, survive a restart and a new pool, and come up again, right.
+func TestDownAndUp(t *testing.T) {
+	n := newNode(t, withDrives(t, 2, 64<<20), func(c *Config) { c.DRAM.OnIdle = "move" })
+	s, m := n.attach(worker)
+	hashes, parents := prompt(40, 1)
+	if end := store(t, s, m, 0, hashes, parents); end.BlocksStored != 40 {
+		t.Fatalf("stored %+v", end)
+	}
+	n.onDrives(40)
+	eventually(t, "blocks have left DRAM", func() bool {
+		n.tiering.Tick(time.Now().Add(time.Hour))
+		return n.ledger.Stats().InTier[policy.DRAM] == 0
+	})
+	if r := load(t, s, m, 100, hashes, nil); ready(r) != 40 {
+		t.Fatalf("load from the drives: %v", r.Status)
+	}
+	if st := n.ledger.Stats(); st.Counts.Promoted != 40 || st.InTier[policy.DRAM] != 40 {
+		t.Fatalf("after the load: %+v", st)
+	}
+	_ = s.Close()
+	n.nothingHeld()
+
+	n.Stop()
+	if err := os.Remove(n.cfg.Pool.Path); err != nil { // as after a reboot
+		t.Fatal(err)
+	}
+	n.start()
+	if st := n.ledger.Stats(); st.InTier[policy.NVMe] != 40 || st.InTier[policy.DRAM] != 0 {
+		t.Fatalf("after a restart without a pool: %+v", st)
+	}
+	s, m = n.attach(worker)
+	if r := load(t, s, m, 100, hashes, nil); ready(r) != 40 {
+		t.Fatalf("load after a restart: %v", r.Status)
+	}
+	_ = s.Close()
+	n.nothingHeld()
+	if st := n.ledger.Stats(); st.UsedBytes+st.FreeBytes != st.CapacityBytes || st.Drives[0].UsedBytes+st.Drives[1].UsedBytes == 0 {
+		t.Errorf("%+v", st)
+	}
+}
+
+// A flipped byte on a drive is a miss, and gone.
+func TestFlippedOnDrive(t *testing.T) {
+	n := newNode(t, withDrives(t, 1, 64<<20), func(c *Config) { c.DRAM.OnIdle = "move" })
+	s, m := n.attach(worker)
+	hashes, parents := prompt(8, 1)
+	store(t, s, m, 0, hashes, parents)
+	n.onDrives(8)
+	eventually(t, "blocks have left DRAM", func() bool {
+		n.tiering.Tick(time.Now().Add(time.Hour))
+		return n.ledger.Stats().InTier[policy.DRAM] == 0
+	})
+	f, err := os.OpenFile(n.cfg.NVMe.Drives[0].Path, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = f.Close() }()
+	at := int64(n.drives[0].SlotOffset(0, 3)) + 4711
+	var b [1]byte
+	if _, err := f.ReadAt(b[:], at); err != nil {
+		t.Fatal(err)
+	}
+	b[0] ^= 4
+	if _, err := f.WriteAt(b[:], at); err != nil {
+		t.Fatal(err)
+	}
+	if r := load(t, s, m, 100, hashes, nil); ready(r) != 7 {
+		t.Fatalf("%v", r.Status)
+	}
+	if got := n.counters.Value("broken_blocks", "nvme"); got != 1 {
+		t.Errorf("%d broken blocks are counted", got)
+	}
+	if st := n.ledger.Stats(); st.InTier[policy.NVMe] != 7 {
+		t.Errorf("%d blocks are on the drive", st.InTier[policy.NVMe])
+	}
+	_ = s.Close()
+	n.nothingHeld()
+}
+
+// A working set of many times the pool goes through it: nothing is refused, and what was stored is there, in whichever tier, as far as there is room.
+func TestPressure(t *testing.T) {
+	n := newNode(t, withDrives(t, 2, 256<<20))
+	s, m := n.attach(worker)
+	const prompts, blocks = 96, 64 // 6,144 blocks of 64 KiB: 384 MiB through 32 MiB, onto 496 MiB
+	var all [][]kvferry.Hash
+	for p := range prompts {
+		hashes, parents := prompt(blocks, uint64(p)*1000)
+		if end := store(t, s, m, 0, hashes, parents); end.Outcome != pb.Outcome_OUTCOME_COMMITTED || end.BlocksStored != blocks {
+			t.Fatalf("prompt %d: %+v", p, end)
+		}
+		eventually(t, "the drives have kept up", func() bool { return n.ledger.Stats().Moving == 0 }) // as at a pace that they can keep
+		all = append(all, hashes)
+	}
+	found := 0
+	for _, hashes := range all {
+		found += ready(load(t, s, m, 100, hashes, nil))
+	}
+	t.Logf("%d of %d blocks found; %+v", found, prompts*blocks, n.ledger.Stats().Counts)
+	if found < prompts*blocks*9/10 {
+		t.Errorf("only %d of %d blocks were found", found, prompts*blocks)
+	}
+	_ = s.Close()
+	n.nothingHeld()
+}
