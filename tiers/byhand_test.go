@@ -90,25 +90,32 @@ func TestDemoteByHand(t *testing.T) {
 	}
 }
 
-// What is larger than the drive ends, and says so.
+// What is larger than the drives, or too much at a time, ends and says so.
 func TestDemoteMoreThanThereIs(t *testing.T) {
-	s := newShelf(t, 8, 2)
-	blocks := tierstest.Chain(1, 100)
-	s.store(blocks)
+	s := newShelf(t, 16, 2)
+	s.store(tierstest.Chain(1, 100))
+	copies, noDrive := 0, 0
 	for from, parts := tiers.Cursor(0), 0; ; parts++ {
 		part := s.l.PlanDemote(s.now, tiers.Selection{}, from, 1<<30) // none of them ends: nothing of it may leave to make room
-		if len(part.List) > 32 {
-			t.Fatalf("%d copies into 32 slots", len(part.List))
-		}
+		copies, noDrive = copies+len(part.List), noDrive+part.NoDrive
 		if from = part.Next; from == 0 {
-			if part.NoDrive == 0 {
-				t.Error("nothing lacked room")
-			}
 			break
 		}
 		if parts > 100 {
 			t.Fatal("it does not end")
 		}
+	}
+	if copies != 32 || noDrive != 100-32 {
+		t.Errorf("%d copies into 32 slots, %d without room", copies, noDrive)
+	}
+	s = newShelf(t, 7, 16)
+	s.store(tierstest.Chain(1, 100))
+	part := s.l.PlanDemote(s.now, tiers.Selection{}, 0, 1<<30)
+	if n := len(part.List); n == 0 || n > 28 || part.Next == 0 {
+		t.Errorf("%d of 112 slots are moved at a time, next %d", n, part.Next)
+	}
+	if again := s.l.PlanDemote(s.now, tiers.Selection{}, part.Next, 1<<30); len(again.List) != 0 || !again.Busy || again.Next != part.Next {
+		t.Errorf("%d more while those are under way: %+v", len(again.List), again)
 	}
 }
 

@@ -60,8 +60,9 @@ func (l *Ledger) Evict(now time.Time, sel Selection, tier int, from Cursor) (blo
 // DownPart is a part of what PlanDemote plans.
 type DownPart struct {
 	Moves
-	Present int // blocks that are on a drive already, or on their way to one
-	NoDrive int // blocks for which no drive has room
+	Present int  // blocks that are on a drive already, or on their way to one
+	NoDrive int  // blocks for which no drive has room
+	Busy    bool // as much is being moved as may be: try again, from Next on, when something of it has ended
 	Next    Cursor
 }
 
@@ -73,6 +74,7 @@ func (l *Ledger) PlanDemote(now time.Time, sel Selection, from Cursor, bytes uin
 	defer l.mu.Unlock()
 	l.now = now.UnixNano()
 	p := &plan{l: l, now: now}
+	may := min(changedMax, l.mayMoveLocked())
 	var out DownPart
 	out.Next = l.walkLocked(from, &sel, func(id recordID) bool {
 		r := l.recs.at(id)
@@ -84,17 +86,24 @@ func (l *Ledger) PlanDemote(now time.Time, sel Selection, from Cursor, bytes uin
 			return true
 		}
 		n, slotBytes := len(p.out.List), l.spaces[r.space].slotBytes
-		if p.limit = min(n+int(bytes/slotBytes), changedMax); n > 0 && p.limit == n {
+		if p.limit = min(n+int(bytes/slotBytes), may); n > 0 && p.limit <= n {
 			return false
 		}
-		p.limit = max(p.limit, 1)
+		if p.limit = max(p.limit, 1); may < 1 {
+			out.Busy = true
+			return false
+		}
 		ok := p.chain(id, false)
 		bytes -= min(bytes, uint64(len(p.out.List)-n)*slotBytes)
-		if !ok {
-			out.NoDrive++
-			return true
+		switch {
+		case ok:
+			return r.filling[policy.NVMe] > 0 // else only the first of its ancestors had room in this part
+		case p.held, len(p.out.List) > 0:
+			out.Busy = p.held
+			return false // there may be room when that is done
 		}
-		return r.filling[policy.NVMe] > 0 // else only the first of its ancestors had room in this part
+		out.NoDrive++
+		return true
 	})
 	out.Moves = p.out
 	return out

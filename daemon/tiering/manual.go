@@ -114,8 +114,10 @@ func (m *Manual) Demote(ctx context.Context, sel tiers.Selection, move bool, fro
 		out.Present, out.NoRoom = out.Present+part.Present, out.NoRoom+part.NoDrive
 		done := m.Tiering.wait(ctx, part.Moves, kvferry.ClassDemote, time.Time{}, nil)
 		out.Copied, out.Failed, out.UnderWay = out.Copied+done.ok, out.Failed+done.failed, out.UnderWay+done.underWay
-		next = next.after(part.Next)
-		if next == 0 {
+		if part.Busy && len(part.List) == 0 {
+			pause(ctx, busyWait)
+		}
+		if next = next.after(part.Next); next == 0 {
 			if !move {
 				return out, 0, nil
 			}
@@ -134,6 +136,14 @@ func (m *Manual) Demote(ctx context.Context, sel tiers.Selection, move bool, fro
 		if next = cursorRelease | Cursor(at); over() {
 			return out, next, nil
 		}
+	}
+}
+
+// pause waits, unless ctx ends.
+func pause(ctx context.Context, d time.Duration) {
+	select {
+	case <-time.After(d):
+	case <-ctx.Done():
 	}
 }
 

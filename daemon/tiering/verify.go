@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvferry/kvferry"
@@ -22,7 +23,7 @@ const (
 	verifySlots = 256
 	// progressEvery is how often a caller is told how far it is.
 	progressEvery = 100 * time.Millisecond
-	// busyWait is how long to wait where a drive's queue is full.
+	// busyWait is how long to wait where a drive's queue is full, or as much is being moved as may be.
 	busyWait = 50 * time.Millisecond
 	// quietWait is how long a caller that has no patience waits for the read that is under way.
 	quietWait = time.Second
@@ -178,13 +179,19 @@ func (v *verifier) read(ctx context.Context, d *drive, list []tiers.Reading) (ou
 		return out
 	}
 	r := &readBack{d: d, at: map[uint64]int{}, ops: make([]nvme.ReadOp, len(list))}
-	t := &mover.Transfer{Class: kvferry.ClassDemote, Copier: r}
+	t := &mover.Transfer{Class: kvferry.ClassDemote, Copier: r, Deadline: time.Now().Add(downDeadline)}
 	into := v.buffers(list)
 	for i := range list {
 		p := &list[i]
 		r.ops[i] = nvme.ReadOp{Slab: p.Slab, Slot: p.Slot, Into: into[i], CRC32C: p.Place.CRC32C, Err: errNotTried}
 		r.at[p.Place.Offset] = i
 		t.Batch = append(t.Batch, transport.Copy{Dst: []kvferry.Segment{{Offset: p.Place.Offset, Length: p.Place.Length}}})
+	}
+	t.Decide = func(o mover.Outcome) mover.Outcome {
+		if o == mover.Expired && r.started.Load() {
+			v.m.Tiering.failed(d, errLate)
+		}
+		return o
 	}
 	quiet := make(chan struct{})
 	t.Quiet = func(mover.Outcome) { close(quiet) }
@@ -196,9 +203,7 @@ func (v *verifier) read(ctx context.Context, d *drive, list []tiers.Reading) (ou
 		if !errors.Is(err, mover.ErrBusy) {
 			return Verification{Skipped: len(list)}
 		}
-		select {
-		case <-time.After(busyWait):
-		case <-ctx.Done():
+		if pause(ctx, busyWait); ctx.Err() != nil {
 			return out
 		}
 	}
@@ -236,10 +241,13 @@ type readBack struct {
 	d   *drive
 	at  map[uint64]int // operations by offset on the drive
 	ops []nvme.ReadOp
+	// started: the drive has it, and is to blame where it does not end.
+	started atomic.Bool
 }
 
 // Copy is transport.Copier. What is broken is no failure of the transfer: the rest of it is to be read too.
 func (r *readBack) Copy(ctx context.Context, batch []transport.Copy) error {
+	r.started.Store(true)
 	first := r.at[batch[0].Dst[0].Offset] // the mover goes over a batch in its order
 	r.d.device.Read(ctx, r.ops[first:first+len(batch)])
 	return ctx.Err()
@@ -257,7 +265,7 @@ func (t *Tiering) judge(d *drive, ops []nvme.ReadOp, list []tiers.Reading) (out 
 			list[i].Broken = err != nil
 			out.Slots++
 			out.Bytes += uint64(len(ops[i].Into))
-		case errors.Is(err, errNotTried), errors.Is(err, context.Canceled):
+		case errors.Is(err, errNotTried), errors.Is(err, context.Canceled), errors.Is(err, nvme.ErrClosed):
 		default:
 			out.Unreadable++
 			failure = err
