@@ -101,7 +101,11 @@ func (w *world) step() {
 		case 1:
 			w.l.ReleaseKey(owner, "r0")
 		case 2:
-			w.l.Drop(w.spaces[space], []kvferry.Hash{w.chain()[0].Hash})
+			drop := w.l.Drop
+			if w.r.IntN(2) == 0 {
+				drop = w.l.DropFromPool
+			}
+			drop(w.spaces[space], []kvferry.Hash{w.chain()[0].Hash})
 		case 3:
 			b := w.chain()
 			_ = w.l.Lease(owner, "tail", w.spaces[space], b[len(b)-1].Hash, w.now.Add(3*time.Second))

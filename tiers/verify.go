@@ -63,7 +63,7 @@ func (l *Ledger) EndReading(now time.Time, list []Reading) (broken int) {
 		if list[i].Broken && m.state == SlotResident {
 			broken++
 			l.counts.Dropped++
-			l.dropSlotsLocked(m.block, l.storeOf(s).tier, Dropped)
+			l.dropSlotsLocked(m.block, l.storeOf(s).tier, Broken)
 		}
 		l.unpinMoveLocked(s)
 	}
