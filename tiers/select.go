@@ -66,7 +66,8 @@ type DownPart struct {
 	Next    Cursor
 }
 
-// PlanDemote plans the copies of chosen blocks to the drives, however lately they were used and whatever the write budget is, and of their ancestors before them: at most so many bytes in a part, or one shard.
+// PlanDemote plans the copies of chosen blocks to the drives, however lately they were used and whatever the write budget is, and of their ancestors before them: at most so many bytes in a part, or one shard. With 0 it plans nothing, and counts what it would plan as
+// without a drive.
 //
 // A chain that is longer than that takes several parts, which begin with the same block. The caller bounds how often: on a drive that is too small for the chain its beginning may have left again.
 func (l *Ledger) PlanDemote(now time.Time, sel Selection, from Cursor, bytes uint64) DownPart {
@@ -74,7 +75,7 @@ func (l *Ledger) PlanDemote(now time.Time, sel Selection, from Cursor, bytes uin
 	defer l.mu.Unlock()
 	l.now = now.UnixNano()
 	p := &plan{l: l, now: now}
-	may := min(changedMax, l.mayMoveLocked())
+	none, may := bytes == 0, min(changedMax, l.mayMoveLocked())
 	var out DownPart
 	out.Next = l.walkLocked(from, &sel, func(id recordID) bool {
 		r := l.recs.at(id)
@@ -83,6 +84,10 @@ func (l *Ledger) PlanDemote(now time.Time, sel Selection, from Cursor, bytes uin
 		}
 		if l.isIn(r, policy.NVMe) || r.filling[policy.NVMe] > 0 {
 			out.Present++
+			return true
+		}
+		if none {
+			out.NoDrive++
 			return true
 		}
 		n, slotBytes := len(p.out.List), l.spaces[r.space].slotBytes

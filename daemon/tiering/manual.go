@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"sync"
 	"time"
 
@@ -46,24 +47,41 @@ type Manual struct {
 // Cursor is where to go on; 0: at the beginning, and at the end.
 type Cursor uint64
 
-// A Cursor's lower 32 bits are the ledger's. Above them stands a number: of a Demote how often it began with the same block, of a Prefetch how much it has brought, in MiB; and at the top, whether a Demote has
-// copied all and blocks only have to leave DRAM.
+// A Cursor's lower 32 bits are the ledger's. Above them stands how much has been moved, in parts of what the tier holds that it goes to, and how often a Demote began with the same block; at the top, whether that
+// has copied all and blocks only have to leave DRAM.
 const (
-	cursorNumber  = 32
+	cursorMoved   = 32
+	movedWhole    = 1 << 18
+	cursorAgain   = cursorMoved + 19
+	againMax      = 1 << 11
 	cursorRelease = 1 << 63
-	againMax      = 1 << 12
 )
 
-func newCursor(number uint64, at tiers.Cursor) Cursor {
+func newCursor(at tiers.Cursor, moved, again uint64) Cursor {
 	if at == 0 {
 		return 0
 	}
-	return Cursor(number<<cursorNumber) | Cursor(at)
+	return Cursor(at) | Cursor(min(moved, movedWhole)<<cursorMoved) | Cursor(again<<cursorAgain)
 }
 
-func (c Cursor) ledger() tiers.Cursor { return tiers.Cursor(c & (1<<cursorNumber - 1)) }
+func (c Cursor) ledger() tiers.Cursor { return tiers.Cursor(c & (1<<cursorMoved - 1)) }
 
-func (c Cursor) number() uint64 { return uint64(c&^cursorRelease) >> cursorNumber }
+func (c Cursor) moved() uint64 { return uint64(c) >> cursorMoved & (movedWhole<<1 - 1) }
+
+func (c Cursor) again() uint64 { return uint64(c&^cursorRelease) >> cursorAgain }
+
+// room bounds what a Demote or a Prefetch moves by what the tier holds: more would only drive out what has just come.
+type room struct{ whole, left uint64 }
+
+func newRoom(whole uint64, c Cursor) room {
+	return room{whole, uint64(float64(whole) * (1 - float64(min(c.moved(), movedWhole))/movedWhole))}
+}
+
+func (r *room) take(bytes uint64) { r.left -= min(r.left, bytes) }
+
+func (r *room) moved() uint64 {
+	return uint64(math.Ceil((1 - float64(r.left)/float64(r.whole)) * movedWhole))
+}
 
 // working answers whether a call that begins now has done enough.
 func working(ctx context.Context) func() bool {
@@ -103,21 +121,28 @@ type Demotion struct {
 	UnderWay                int // when ctx ended
 }
 
-// Demote copies chosen blocks to the drives, and their ancestors before them; with move they leave DRAM then, where nothing needs them there.
+// Demote copies chosen blocks to the drives, and their ancestors before them; with move they leave DRAM then, where nothing needs them there. It copies no more than the drives hold.
 func (m *Manual) Demote(ctx context.Context, sel tiers.Selection, move bool, from Cursor) (out Demotion, next Cursor, err error) {
 	if m.Tiering == nil {
 		return out, 0, ErrNoDrives
 	}
-	over := working(ctx)
+	var capacity uint64
+	for _, d := range m.Ledger.Stats().Drives {
+		capacity += d.CapacityBytes
+	}
+	over, room := working(ctx), newRoom(capacity, from)
 	for next = from; next&cursorRelease == 0; {
-		part := m.Ledger.PlanDemote(time.Now(), sel, next.ledger(), manualBytes)
+		part := m.Ledger.PlanDemote(time.Now(), sel, next.ledger(), min(manualBytes, room.left))
 		out.Present, out.NoRoom = out.Present+part.Present, out.NoRoom+part.NoDrive
-		done := m.Tiering.wait(ctx, part.Moves, kvferry.ClassDemote, time.Time{}, nil)
+		for i := range part.List {
+			room.take(part.List[i].From.Length)
+		}
+		done := m.Tiering.wait(ctx, part.Moves, kvferry.ClassDemote, time.Now().Add(downDeadline), nil)
 		out.Copied, out.Failed, out.UnderWay = out.Copied+done.ok, out.Failed+done.failed, out.UnderWay+done.underWay
 		if part.Busy && len(part.List) == 0 {
 			pause(ctx, busyWait)
 		}
-		if next = next.after(part.Next); next == 0 {
+		if next = next.after(part.Next, room.moved()); next == 0 {
 			if !move {
 				return out, 0, nil
 			}
@@ -147,37 +172,41 @@ func pause(ctx context.Context, d time.Duration) {
 	}
 }
 
-// after is where a Demote goes on. With the same block it does so for long chains only, and not for ever: on a drive that is too small for one, its beginning leaves again for its end.
-func (c Cursor) after(at tiers.Cursor) Cursor {
+// after is where a Demote goes on. With the same block it does so for long chains, and while others move as much as may be; not for ever.
+func (c Cursor) after(at tiers.Cursor, moved uint64) Cursor {
 	if at == 0 || at != c.ledger() {
-		return Cursor(at)
+		return newCursor(at, moved, 0)
 	}
-	if again := c.number() + 1; again < againMax {
-		return newCursor(again, at)
+	if again := c.again() + 1; again < againMax {
+		return newCursor(at, moved, again)
 	}
-	return Cursor(at + 1)
+	return newCursor(at+1, moved, 0)
 }
 
 // Prefetched is what became of a Prefetch, in shards.
 type Prefetched struct{ Came, Failed, NoRoom, UnderWay int }
 
-// Prefetch brings chosen blocks up from the drives. It brings no more than the pool holds: more would only drive out what has just come.
+// Prefetch brings chosen blocks up from the drives. It brings no more than the pool holds.
 func (m *Manual) Prefetch(ctx context.Context, sel tiers.Selection, from Cursor) (out Prefetched, next Cursor, err error) {
 	if m.Tiering == nil {
 		return out, 0, ErrNoDrives
 	}
-	over, room := working(ctx), m.Ledger.Stats().CapacityBytes
-	for next, brought := from, from.number()<<20; ; {
+	over, room := working(ctx), newRoom(m.Ledger.Stats().CapacityBytes, from)
+	for next = from; ; {
 		ups, at := m.Ledger.PlanUp(sel, next.ledger(), manualBytes)
 		for _, u := range ups {
-			bytes := uint64(len(u.Hashes)/kvferry.HashSize) * u.Space.ShardBytes
-			if brought += bytes; brought > room {
-				out.NoRoom += len(u.Hashes) / kvferry.HashSize
-			} else if err := m.bring(ctx, u, &out); err != nil {
+			shards := len(u.Hashes) / kvferry.HashSize
+			fit := int(min(room.left/u.Space.ShardBytes, uint64(shards)))
+			out.NoRoom += shards - fit
+			if u.Hashes = u.Hashes[:fit*kvferry.HashSize]; fit == 0 {
+				continue
+			}
+			room.take(uint64(fit) * u.Space.ShardBytes)
+			if err := m.bring(ctx, u, &out); err != nil {
 				return out, next, err
 			}
 		}
-		if next = newCursor(min(brought>>20, 1<<31-1), at); next == 0 || over() {
+		if next = newCursor(at, room.moved(), 0); next == 0 || over() {
 			return out, next, nil
 		}
 	}
