@@ -181,8 +181,8 @@ func (l *Ledger) Drop(space SpaceRef, hashes []kvferry.Hash) int {
 	return n
 }
 
-// DropFromDrive removes what a block has on a drive: it could not be read there.
-func (l *Ledger) DropFromDrive(space kvferry.SpaceID, h kvferry.Hash) bool {
+// DropFrom removes by force what a block has in a tier.
+func (l *Ledger) DropFrom(space kvferry.SpaceID, h kvferry.Hash, tier int) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	ref, ok := l.byID[space]
@@ -190,7 +190,7 @@ func (l *Ledger) DropFromDrive(space kvferry.SpaceID, h kvferry.Hash) bool {
 		return false
 	}
 	id := l.index.find(ref, &h)
-	return id != 0 && l.dropSlotsLocked(id, policy.NVMe, Dropped)
+	return id != 0 && l.dropSlotsLocked(id, tier, Dropped)
 }
 
 // dropSlotsLocked removes what a block has in a tier, or in all of them (policy.NumTiers).
