@@ -123,6 +123,9 @@ func (p *plan) relieve(d Down, c *class) {
 		case !l.admitLocked(p.now, id):
 			l.counts.NotAdmitted++
 			l.leaveLocked(id, policy.DRAM)
+		case !p.worth(id):
+			l.counts.NotWorth++
+			l.leaveLocked(id, policy.DRAM)
 		case !p.chain(id, true):
 			return
 		}
@@ -173,7 +176,9 @@ func (p *plan) idleBlock(d Down, id recordID, before int64) {
 			l.counts.NotAdmitted++
 			return
 		}
-		p.chain(id, d.Move)
+		if p.worth(id) {
+			p.chain(id, d.Move)
+		}
 		return
 	}
 	for d.Move && id != 0 { // what was copied while it had children leaves after them
@@ -185,6 +190,22 @@ func (p *plan) idleBlock(d Down, id recordID, before int64) {
 		l.leaveLocked(id, policy.DRAM)
 		id = parent
 	}
+}
+
+// worth tells whether a drive has room for a block, or something that is to leave before it. Else what is idle in DRAM and what lies on a full drive would take each other's place for ever.
+func (p *plan) worth(id recordID) bool {
+	l := p.l
+	k, ok := l.driveForLocked(id)
+	if !ok {
+		return true // chain says so
+	}
+	c := l.class(l.stores[k], l.spaces[l.recs.at(id).space].slotBytes)
+	if len(c.free) > 0 || c.store.freeSlabs > 0 {
+		return true
+	}
+	now := p.now.UnixNano()
+	victim, ok := c.leaves.Next(now)
+	return !ok || l.policy.Before(now, l, victim, id) // where nothing may leave, chain says so
 }
 
 // chain plans the copy of a block and, before it, of its ancestors that are not on a drive: a child without its parent is useless. Where that is more than there is room for in the plan, the first ones go first.

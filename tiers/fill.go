@@ -190,8 +190,8 @@ func (l *Ledger) drop(space SpaceRef, hashes []kvferry.Hash, tier int) int {
 	return n
 }
 
-// DropFromDrive removes what a block has on a drive: it could not be read there.
-func (l *Ledger) DropFromDrive(space kvferry.SpaceID, h kvferry.Hash) bool {
+// DropFrom removes by force what a block has in a tier.
+func (l *Ledger) DropFrom(space kvferry.SpaceID, h kvferry.Hash, tier int) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	ref, ok := l.byID[space]
@@ -199,7 +199,7 @@ func (l *Ledger) DropFromDrive(space kvferry.SpaceID, h kvferry.Hash) bool {
 		return false
 	}
 	id := l.index.find(ref, &h)
-	if id == 0 || !l.dropSlotsLocked(id, policy.NVMe, Broken) {
+	if id == 0 || !l.dropSlotsLocked(id, tier, Broken) {
 		return false
 	}
 	l.counts.Dropped++
