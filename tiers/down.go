@@ -55,6 +55,7 @@ type plan struct {
 	now   time.Time
 	limit int
 	out   Moves
+	held  bool // something was not planned because too much is being moved already
 }
 
 // PlanDown makes room in DRAM where less than wanted is free, and plans up to limit copies to the drives: first what has to leave, then what is idle. What lies on a drive already just leaves.
@@ -62,7 +63,7 @@ func (l *Ledger) PlanDown(now time.Time, d Down, limit int) Moves {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.now = now.UnixNano()
-	p := &plan{l: l, now: now, limit: min(limit, l.poolSlotsLocked()/movingShare-l.moving)}
+	p := &plan{l: l, now: now, limit: min(limit, l.mayMoveLocked())}
 	if !l.driveOpenLocked() {
 		return p.out
 	}
@@ -76,6 +77,9 @@ func (l *Ledger) PlanDown(now time.Time, d Down, limit int) Moves {
 
 // movingShare is the part of the pool that may be pinned by moves, so that stores find room beside them.
 const movingShare = 4
+
+// mayMoveLocked is how many more shards may be moved now.
+func (l *Ledger) mayMoveLocked() int { return l.poolSlotsLocked()/movingShare - l.moving }
 
 func (l *Ledger) poolSlotsLocked() (n int) {
 	st := l.stores[poolStore]
@@ -180,7 +184,7 @@ func (p *plan) idleBlock(d Down, id recordID, before int64) {
 	for d.Move && id != 0 { // what was copied while it had children leaves after them
 		r := l.recs.at(id)
 		parent := r.parent
-		if r.stamp > before || l.Meta(id).Pos[policy.DRAM] < 0 || !l.isIn(r, policy.NVMe) {
+		if r.stamp > before || l.Meta(id).Pos[policy.DRAM] < 0 || !l.isIn(r, policy.NVMe) || !l.isOpenLocked(id) { // or its drive is in trouble: idle is no reason to lose it
 			return
 		}
 		l.leaveLocked(id, policy.DRAM)
@@ -238,6 +242,7 @@ func (p *plan) block(id recordID, leaves bool) bool {
 	c, memory := l.class(l.stores[k], e.slotBytes), l.classOfLocked(id, policy.DRAM)
 	leaf := l.Meta(id).Pos[policy.DRAM] >= 0
 	if leaf && memory.held >= memory.leaves.Len() { // what is moved cannot leave meanwhile: stores must find others that can
+		p.held = true
 		return false
 	}
 	if leaves {
