@@ -237,6 +237,7 @@ func (p *plan) block(id recordID, leaves bool) bool {
 	if !ok {
 		return false
 	}
+	l.lastDrive = int(k) - 1
 	r := l.recs.at(id)
 	e := &l.spaces[r.space]
 	c, memory := l.class(l.stores[k], e.slotBytes), l.classOfLocked(id, policy.DRAM)
@@ -293,15 +294,11 @@ func (l *Ledger) driveForLocked(id recordID) (StoreID, bool) {
 			continue
 		}
 		if c := st.classes[slotBytes]; st.freeSlabs > 0 || (c != nil && len(c.free) > 0) {
-			l.lastDrive = int(k) - 1
 			return k, true
 		}
 		if open == 0 {
 			open = k
 		}
-	}
-	if open != 0 {
-		l.lastDrive = int(open) - 1
 	}
 	return open, open != 0
 }

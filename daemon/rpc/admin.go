@@ -36,6 +36,7 @@ type Admin struct {
 	Local      *mover.Link
 	Tiering    *tiering.Tiering // nil: there are no drives
 	Manual     *tiering.Manual
+	Absent     func() []AbsentDrive
 	PoolPath   string
 	Counters   *counters.Set
 	Draining   func() time.Time // since when; zero: it does not

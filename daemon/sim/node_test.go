@@ -193,8 +193,9 @@ func (n *node) stop() {
 		}
 	}
 	n.drain()
-	n.left = n.durable()
-	n.down().close()
+	d := n.down()
+	d.close()
+	n.left = d.durable() // until it has stopped, blocks leave
 	for _, p := range n.procs {
 		p.lost()
 	}
@@ -205,8 +206,8 @@ func (n *node) crash() {
 	if n.daemon == nil {
 		return
 	}
-	n.left = n.durable()
 	d := n.down()
+	n.left = d.durable()
 	if d.slots.busy() {
 		n.w.saw("crashes in mid-copy", 1)
 	}

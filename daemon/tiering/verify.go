@@ -111,7 +111,7 @@ func (v *verifier) run(ctx context.Context) {
 		if tiers.TierOfStore(id) == policy.DRAM {
 			v.pool(ctx, id)
 		} else {
-			v.drive(ctx, id, v.m.Tiering.drives[id-1])
+			v.drive(ctx, id, v.m.Tiering.all()[id-1])
 		}
 	}
 }
