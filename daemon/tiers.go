@@ -79,6 +79,7 @@ func (d *Daemon) openDrive(c DriveConfig) error {
 	if d.tiering != nil {
 		d.tiering.Add(id, filepath.Clean(c.Path), drive)
 	}
+	d.ledger.SetOpen(id, true)
 	return nil
 }
 

@@ -46,7 +46,7 @@ func (l *Ledger) addStoreLocked(tier int, slots Slots) {
 	}
 }
 
-// AddDrive adds a drive that has come later, empty until it is adopted.
+// AddDrive adds a drive that has come later, empty until it is adopted. It is closed: nothing is moved there before whoever moves knows of it, and says SetOpen.
 func (l *Ledger) AddDrive(slots Slots) (StoreID, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -54,7 +54,9 @@ func (l *Ledger) AddDrive(slots Slots) (StoreID, error) {
 		return 0, fmt.Errorf("%w: %d slabs", ErrLimit, pool.SlabsMax)
 	}
 	l.addStoreLocked(policy.NVMe, slots)
-	return StoreID(len(l.stores) - 1), nil
+	id := StoreID(len(l.stores) - 1)
+	l.stores[id].closed = true
+	return id, nil
 }
 
 func (l *Ledger) class(st *store, slotBytes uint64) *class {

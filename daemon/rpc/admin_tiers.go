@@ -74,6 +74,9 @@ func (a *Admin) Tiers(context.Context, *pb.TiersRequest) (*pb.TiersResponse, err
 		}
 		r.Stores = append(r.Stores, info)
 	}
+	for _, d := range a.Absent() {
+		r.Stores = append(r.Stores, &pb.StoreInfo{Tier: kvferry.NVMe.String(), Name: d.Path, Health: pb.Health_HEALTH_DEGRADED, Reason: "could not be opened: " + d.Reason, SinceUnixMs: d.Since.UnixMilli()})
+	}
 	return r, nil
 }
 

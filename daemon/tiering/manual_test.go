@@ -119,9 +119,9 @@ func TestVerifyFailingDrive(t *testing.T) {
 		t.Errorf("%d blocks are left on the drive", st.InTier[policy.NVMe])
 	}
 	for range 3 { // now it is degraded for certain
-		r.m.Tiering.failed(r.m.Tiering.drives[0], errors.New("again"))
+		r.m.Tiering.failed(r.m.Tiering.all()[0], errors.New("again"))
 	}
-	if s, _, _ := r.m.Tiering.drives[0].health.View(); s != health.Degraded {
+	if s, _, _ := r.m.Tiering.all()[0].health.View(); s != health.Degraded {
 		t.Fatal(s)
 	}
 	if v, err := r.verify(t.Context(), policy.NVMe); err != nil || v.Slots != 0 || v.Skipped != 200 {
