@@ -33,7 +33,7 @@ var allowed = map[string][]string{
 	"daemon/watchdog":         {},
 	"daemon/mover":            {"", "transport"},
 	"daemon/handoff":          {"", "csrc/copyshim", "tiers", "transport", "transport/tcp", "daemon/counters", "daemon/health", "daemon/mover"},
-	"daemon/tiering":          {"", "tiers", "tiers/nvme", "transport", "daemon/counters", "daemon/health", "daemon/mover"},
+	"daemon/tiering":          {"", "csrc/copyshim", "tiers", "tiers/policy", "tiers/nvme", "transport", "daemon/counters", "daemon/health", "daemon/mover"},
 	"daemon/session":          {"", "csrc/copyshim", "gpu", "tiers", "tiers/policy", "transport", "daemon/counters", "daemon/handoff", "daemon/mover", "daemon/tiering"},
 	"daemon/rpc":              {"*"},
 	"daemon/sim":              {"*"},

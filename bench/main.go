@@ -12,6 +12,8 @@
 //	fetch_tcp_*           of that, the part until all lies in node b's pool
 //	one_block_*        p50 of one block alone; the limit is the target
 //	match_8192_*       p50 of a Match with 8,192 hits; the limit is the target
+//	nvme_*             random slots of a drive's file, until they are durable with their headers, or read and checked; the limit is fio with io_uring and O_DIRECT on
+//	                   a file beside it, same block size, depth and amount, without a sync. Left out where fio is not installed
 //	peer_nixl_read_*   our handoff_local_* against NIXL on the same work; only with --nixl (make bench PEERS=1)
 package main
 
@@ -49,6 +51,7 @@ func run(args []string) error {
 	f.IntVar(&b.rounds, "rounds", 9, "rounds of every throughput figure")
 	f.StringVar(&b.only, "only", "", "only figures whose name contains this")
 	f.StringVar(&b.want, "network", "auto", "between the nodes: netns (two network namespaces), loopback, or auto: netns where possible")
+	f.StringVar(&b.driveDir, "drive-dir", "bench/out", "a directory on the drive that nvme_* measures; 2 GB")
 	out := f.String("out", "bench/out/latest.json", "where the figures are written")
 	if err := f.Parse(args); err != nil {
 		return err
@@ -100,15 +103,16 @@ func (b *bench) connect() (err error) {
 
 // bench is one run.
 type bench struct {
-	want    string           // network: auto, netns or loopback
-	network *process.Network // nil: the loopback
-	between string
-	daemon  string
-	python  string
-	nixl    string
-	rounds  int
-	only    string
-	results []result
+	want     string           // network: auto, netns or loopback
+	network  *process.Network // nil: the loopback
+	between  string
+	daemon   string
+	python   string
+	nixl     string
+	rounds   int
+	only     string
+	driveDir string
+	results  []result
 }
 
 func (b *bench) wanted(names ...string) bool {
@@ -155,6 +159,9 @@ func (b *bench) all(ctx context.Context) error {
 				return fmt.Errorf("one block of %s: %w", c.name, err)
 			}
 		}
+	}
+	if err := b.drives(ctx); err != nil {
+		return err
 	}
 	if b.wanted("match_8192_go", "match_8192_python") {
 		fmt.Fprintln(os.Stderr, "match ...")

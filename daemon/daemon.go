@@ -68,6 +68,7 @@ type Daemon struct {
 	counters counters.Set
 	local    *mover.Link
 	tiering  *tiering.Tiering
+	manual   *tiering.Manual
 	registry *handoff.Registry
 	fetcher  *handoff.Fetcher
 	peers    *rpc.Peers
@@ -237,7 +238,7 @@ func (d *Daemon) serve(peerListener, dataListener net.Listener) error {
 	})
 	pb.RegisterAdminServer(d.adminServer, &rpc.Admin{
 		Node: d.cfg.Node, Epoch: d.epoch, Started: d.started, Build: Version, GoVersion: goVersion(), ConfigYAML: d.cfg.YAML(), Sessions: d.sessions, Ledger: d.ledger,
-		Registry: d.registry, Fetcher: d.fetcher, Local: d.local, Counters: &d.counters, Draining: d.drainingSince,
+		Registry: d.registry, Fetcher: d.fetcher, Local: d.local, Tiering: d.tiering, Manual: d.manual, PoolPath: d.cfg.Pool.Path, Counters: &d.counters, Draining: d.drainingSince,
 	})
 	pb.RegisterPeerServer(d.peerServer, &rpc.Peer{Registry: d.registry, Epoch: d.epoch, HashesMax: session.DefaultLimits.LoadBlocks})
 	d.run("engine socket", func() error { return d.engineServer.Serve(engine) })

@@ -97,6 +97,7 @@ func (d *Daemon) checked(found []pool.Resident) []pool.Resident {
 }
 
 func (d *Daemon) makeTiering(memory transport.Memory, log *slog.Logger) {
+	d.manual = &tiering.Manual{Ledger: d.ledger, Pool: memory, Counters: &d.counters, Log: log}
 	if len(d.drives) == 0 {
 		return
 	}
@@ -107,6 +108,7 @@ func (d *Daemon) makeTiering(memory transport.Memory, log *slog.Logger) {
 	d.tiering = tiering.New(tiering.Config{
 		Ledger: d.ledger, Pool: memory, Drives: d.drives, Names: names, Down: d.cfg.down(), Transfers: d.cfg.NVMe.Transfers, Queue: d.cfg.Copy.Queue, Counters: &d.counters, Log: log,
 	})
+	d.manual.Tiering = d.tiering
 }
 
 // promote is how claims of other nodes get what is on a drive.
@@ -120,6 +122,9 @@ func (d *Daemon) promote() func(tiers.SpaceRef, uint16, []byte) {
 func (d *Daemon) closeTiers() {
 	if d.tiering != nil {
 		d.tiering.Close()
+	}
+	if d.manual != nil {
+		d.manual.Close()
 	}
 	for i, drive := range d.drives {
 		if err := drive.Close(); err != nil {

@@ -55,6 +55,7 @@ type plan struct {
 	now   time.Time
 	limit int
 	out   Moves
+	held  bool // something was not planned because too much is being moved already
 }
 
 // PlanDown makes room in DRAM where less than wanted is free, and plans up to limit copies to the drives: first what has to leave, then what is idle. What lies on a drive already just leaves.
@@ -62,7 +63,7 @@ func (l *Ledger) PlanDown(now time.Time, d Down, limit int) Moves {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.now = now.UnixNano()
-	p := &plan{l: l, now: now, limit: min(limit, l.poolSlotsLocked()/movingShare-l.moving)}
+	p := &plan{l: l, now: now, limit: min(limit, l.mayMoveLocked())}
 	if !l.driveOpenLocked() {
 		return p.out
 	}
@@ -76,6 +77,9 @@ func (l *Ledger) PlanDown(now time.Time, d Down, limit int) Moves {
 
 // movingShare is the part of the pool that may be pinned by moves, so that stores find room beside them.
 const movingShare = 4
+
+// mayMoveLocked is how many more shards may be moved now.
+func (l *Ledger) mayMoveLocked() int { return l.poolSlotsLocked()/movingShare - l.moving }
 
 func (l *Ledger) poolSlotsLocked() (n int) {
 	st := l.stores[poolStore]
@@ -118,6 +122,9 @@ func (p *plan) relieve(d Down, c *class) {
 			l.leaveLocked(id, policy.DRAM)
 		case !l.admitLocked(p.now, id):
 			l.counts.NotAdmitted++
+			l.leaveLocked(id, policy.DRAM)
+		case !p.worth(id):
+			l.counts.NotWorth++
 			l.leaveLocked(id, policy.DRAM)
 		case !p.chain(id, true):
 			return
@@ -169,18 +176,36 @@ func (p *plan) idleBlock(d Down, id recordID, before int64) {
 			l.counts.NotAdmitted++
 			return
 		}
-		p.chain(id, d.Move)
+		if p.worth(id) {
+			p.chain(id, d.Move)
+		}
 		return
 	}
 	for d.Move && id != 0 { // what was copied while it had children leaves after them
 		r := l.recs.at(id)
 		parent := r.parent
-		if r.stamp > before || l.Meta(id).Pos[policy.DRAM] < 0 || !l.isIn(r, policy.NVMe) {
+		if r.stamp > before || l.Meta(id).Pos[policy.DRAM] < 0 || !l.isIn(r, policy.NVMe) || !l.isOpenLocked(id) { // or its drive is in trouble: idle is no reason to lose it
 			return
 		}
 		l.leaveLocked(id, policy.DRAM)
 		id = parent
 	}
+}
+
+// worth tells whether a drive has room for a block, or something that is to leave before it. Else what is idle in DRAM and what lies on a full drive would take each other's place for ever.
+func (p *plan) worth(id recordID) bool {
+	l := p.l
+	k, ok := l.driveForLocked(id)
+	if !ok {
+		return true // chain says so
+	}
+	c := l.class(l.stores[k], l.spaces[l.recs.at(id).space].slotBytes)
+	if len(c.free) > 0 || c.store.freeSlabs > 0 {
+		return true
+	}
+	now := p.now.UnixNano()
+	victim, ok := c.leaves.Next(now)
+	return !ok || l.policy.Before(now, l, victim, id) // where nothing may leave, chain says so
 }
 
 // chain plans the copy of a block and, before it, of its ancestors that are not on a drive: a child without its parent is useless. Where that is more than there is room for in the plan, the first ones go first.
@@ -217,6 +242,7 @@ func (p *plan) block(id recordID, leaves bool) bool {
 	c, memory := l.class(l.stores[k], e.slotBytes), l.classOfLocked(id, policy.DRAM)
 	leaf := l.Meta(id).Pos[policy.DRAM] >= 0
 	if leaf && memory.held >= memory.leaves.Len() { // what is moved cannot leave meanwhile: stores must find others that can
+		p.held = true
 		return false
 	}
 	if leaves {

@@ -10,7 +10,9 @@ import (
 	"github.com/kvferry/kvferry/daemon/handoff"
 	"github.com/kvferry/kvferry/daemon/mover"
 	"github.com/kvferry/kvferry/daemon/session"
+	"github.com/kvferry/kvferry/daemon/tiering"
 	"github.com/kvferry/kvferry/tiers"
+	"github.com/kvferry/kvferry/tiers/nvme"
 	"github.com/kvferry/kvferry/transport"
 )
 
@@ -34,6 +36,9 @@ var table = []struct {
 	{tiers.ErrBusy, codes.ResourceExhausted},
 	{tiers.ErrLimit, codes.ResourceExhausted},
 	{tiers.ErrSpace, codes.InvalidArgument},
+	{tiering.ErrNoDrives, codes.FailedPrecondition},
+	{tiering.ErrVerifying, codes.ResourceExhausted},
+	{nvme.ErrDevice, codes.Unavailable},
 	{mover.ErrBusy, codes.ResourceExhausted},
 	{transport.ErrLink, codes.Unavailable},
 	{transport.ErrRefused, codes.NotFound},

@@ -17,6 +17,7 @@ func (n *node) check() {
 	if err := d.ledger.Check(); err != nil {
 		n.w.fatalf("ledger of %s: %v", n.name, err)
 	}
+	n.follow()
 	if st := d.ledger.Stats(); st.UsedBytes+st.FreeBytes != st.CapacityBytes {
 		n.w.fatalf("%s: used %d + free %d is not %d", n.name, st.UsedBytes, st.FreeBytes, st.CapacityBytes)
 	}
@@ -164,7 +165,7 @@ func (n *node) checkEmpty() {
 	if err := d.ledger.Check(); err != nil {
 		n.w.fatalf("ledger of %s at the end: %v", n.name, err)
 	}
-	if st := d.ledger.Stats(); st.Leases != 0 || st.Pins != 0 || st.Filling != 0 || len(d.sessions.All()) != 0 || d.registry.OpenOffers() != 0 || d.registry.ActiveClaims() != 0 {
+	if st := d.ledger.Stats(); st.Leases != 0 || st.Pins != 0 || st.Moving != 0 || st.Filling != 0 || len(d.sessions.All()) != 0 || d.registry.OpenOffers() != 0 || d.registry.ActiveClaims() != 0 {
 		n.w.fatalf("%s: at the end something is held: %+v, %d sessions, %d offers, %d claims", n.name, st, len(d.sessions.All()), d.registry.OpenOffers(), d.registry.ActiveClaims())
 	}
 }

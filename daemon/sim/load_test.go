@@ -13,8 +13,29 @@ import (
 
 func (w *world) load(n *node) {
 	if p := w.pick(n, session.Worker); p != nil {
-		p.load(chain(w.r), nil)
+		p.load(p.wanted(), nil)
 	}
+}
+
+// wanted is a prompt that is looked for: where there are disks, most often the one of a few of which most is on them.
+func (p *proc) wanted() []tiers.Block {
+	blocks := chain(p.w.r)
+	d := p.node.daemon
+	if d == nil || len(d.drives) == 0 || p.w.r.IntN(4) == 0 {
+		return blocks
+	}
+	ref, _, ok := d.ledger.FindSpace(p.space)
+	if !ok {
+		return blocks
+	}
+	most := 0
+	for range 6 {
+		b := tierstest.Chain(uint64(p.w.r.IntN(chains)), 16)
+		if n := len(d.ledger.OnDrive(ref, uint16(p.rank), tierstest.Pack(b))); n > most {
+			blocks, most = b, n
+		}
+	}
+	return blocks
 }
 
 // load asks for blocks: where they lie here, or with a ticket to fetch them.

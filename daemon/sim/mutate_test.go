@@ -24,6 +24,7 @@ const (
 	noClaimID     mutation = "a repeated claim is a new one"
 	noConfirm     mutation = "the peer is not asked whether lent blocks still were what was offered"
 	writesOn      mutation = "a copier goes on writing into worker memory after it has returned"
+	lyingDisk     mutation = "a disk says that it has written, and writes later"
 	noChecksum    mutation = "the checksum is that of what was sent, not of what came"
 )
 
@@ -40,6 +41,7 @@ func TestMutations(t *testing.T) {
 		noClaimID:     "made twice|claims, of which",
 		noConfirm:     "wrong bytes",
 		noChecksum:    "wrong bytes",
+		lyingDisk:     "and not its bytes",
 	} {
 		t.Run(string(m), func(t *testing.T) {
 			for n := uint64(1); n <= mutatedSeeds; n++ {

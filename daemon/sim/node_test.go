@@ -18,7 +18,9 @@ import (
 	"github.com/kvferry/kvferry/daemon/handoff"
 	"github.com/kvferry/kvferry/daemon/mover"
 	"github.com/kvferry/kvferry/daemon/session"
+	"github.com/kvferry/kvferry/daemon/tiering"
 	"github.com/kvferry/kvferry/tiers"
+	"github.com/kvferry/kvferry/tiers/nvme"
 	"github.com/kvferry/kvferry/tiers/pool"
 	"github.com/kvferry/kvferry/transport"
 )
@@ -44,7 +46,10 @@ type node struct {
 	back    time.Time
 	ticked  time.Time // when its timers came last, in this step; zero: they did not
 	flipped flips
-	broken  []uint64 // offsets that workers have reported in this step
+	disks   []*disk
+	left    []tiers.BlockView // were on disks when the last daemon ended
+	power   bool              // has failed
+	broken  []uint64          // offsets that workers have reported in this step
 
 	mu     sync.Mutex
 	daemon *daemon // nil: down. Written by the scheduler's goroutine
@@ -60,6 +65,9 @@ type daemon struct {
 	memory    transport.Memory
 	ledger    *tiers.Ledger
 	link      *mover.Link
+	fold      *fold
+	drives    []*nvme.Drive
+	tiering   *tiering.Tiering
 	registry  *handoff.Registry
 	fetcher   *handoff.Fetcher
 	sessions  *session.Manager
@@ -75,23 +83,37 @@ type daemon struct {
 
 // start makes an incarnation over the pool's file.
 func (n *node) start() {
+	n.nextDisks()
 	p, found, err := pool.Open(pool.Config{Path: n.path, Bytes: 2<<20 + 2*(2<<20), SlabBytes: 2 << 20, BootID: "sim"})
 	if err != nil {
 		n.w.fatalf("open pool: %v", err)
 	}
 	n.epochs++
-	d := &daemon{node: n, epoch: kvferry.Epoch{byte(n.index + 1), n.epochs}, pool: p, memory: transport.Memory{ID: 1, Bytes: p.Bytes()}, gate: &gate{}, targets: map[kvferry.RegionID]*target{}, direct: n.w.seed%4 > 0}
+	d := &daemon{node: n, epoch: kvferry.Epoch{byte(n.index + 1), n.epochs}, pool: p, memory: transport.Memory{ID: 1, Bytes: p.Bytes()}, gate: &gate{}, targets: map[kvferry.RegionID]*target{}, direct: n.w.seed%4 > 0, fold: newFold()}
 	d.ctx, d.end = context.WithCancel(context.Background())
 	d.slots = &slots{Pool: p, w: n.w, reserved: map[uint64]bool{}, resident: map[uint64]bool{}, writers: map[uint64]int{}, flipped: &n.flipped}
-	d.ledger = tiers.New(tiers.Config{Pool: d.slots, Limits: tiers.DefaultLimits})
+	onDisks := n.openDisks(d)
+	cfg := tiers.Config{Pool: d.slots, Limits: tiers.DefaultLimits}
+	cfg.Limits.Changes = 4096
+	for _, k := range d.drives {
+		cfg.Drives = append(cfg.Drives, k)
+	}
+	d.ledger = tiers.New(cfg)
 	d.ledger.Adopt(time.Now(), 0, found)
+	for i, keep := range onDisks {
+		d.ledger.Adopt(time.Now(), tiers.StoreID(i+1), keep)
+	}
 	log := slog.New(slog.DiscardHandler)
+	if len(d.drives) > 0 {
+		d.tiering = tiering.New(tiering.Config{Ledger: d.ledger, Pool: d.memory, Drives: d.drives, Names: []string{"0", "1"}, Down: down, Transfers: 2, Queue: 8, Counters: &d.counters, Log: log})
+	}
 	offers := handoff.DefaultLimits
 	offers.ClaimLease, offers.OpenEnded = claimLease, 5*time.Second
 	d.link = mover.NewLink("local", 2, 8)
 	d.registry = handoff.NewRegistry(handoff.Config{
 		Epoch: d.epoch, Ledger: d.ledger, Pool: d.memory, DataAddress: n.name + "/data", Limits: offers, Counters: &d.counters, Log: log,
-		Owners: d.owner,
+		Owners:  d.owner,
+		Promote: d.promote(),
 		Lend: func(scheduler tiers.Owner, instance string, rank, region uint32, offered time.Time) (*handoff.Lent, error) {
 			return d.sessions.Lend(scheduler, instance, rank, region, offered)
 		},
@@ -106,7 +128,7 @@ func (n *node) start() {
 	limits := session.DefaultLimits
 	limits.StoreDeadline, limits.LoadDeadline = 2*time.Second, 3*time.Second
 	d.sessions = session.New(session.Config{
-		Ledger: d.ledger, Pool: d.memory, PoolFile: p.ReadOnly(), Local: d.link, Offers: d.registry, Fetcher: d.fetcher, Limits: limits, Counters: &d.counters, Log: log,
+		Ledger: d.ledger, Pool: d.memory, PoolFile: p.ReadOnly(), Local: d.link, Offers: d.registry, Fetcher: d.fetcher, Tiering: d.tiering, Limits: limits, Counters: &d.counters, Log: log,
 		Allowed:   func(uint32) bool { return true },
 		Direct:    d.direct,
 		NewCopier: d.newCopier,
@@ -114,8 +136,17 @@ func (n *node) start() {
 		Watch: func(_ context.Context, _ *os.File, _, done func()) error { done(); return nil },
 	})
 	n.mu.Lock()
-	defer n.mu.Unlock()
 	n.daemon = d
+	n.mu.Unlock()
+	n.checkDisks(onDisks)
+	n.checkDurable()
+}
+
+func (d *daemon) promote() func(tiers.SpaceRef, uint16, []byte) {
+	if d.tiering == nil {
+		return nil
+	}
+	return d.tiering.Prefetch
 }
 
 func (d *daemon) owner() tiers.Owner {
@@ -151,6 +182,9 @@ func (n *node) down() *daemon {
 
 // stop ends the daemon as a signal does: everything becomes quiet first.
 func (n *node) stop() {
+	for _, k := range n.disks {
+		k.set(healthy)
+	}
 	for _, p := range n.procs {
 		p.target.end()
 		if p.s != nil {
@@ -159,7 +193,9 @@ func (n *node) stop() {
 		}
 	}
 	n.drain()
-	n.down().close()
+	d := n.down()
+	d.close()
+	n.left = d.durable() // until it has stopped, blocks leave
 	for _, p := range n.procs {
 		p.lost()
 	}
@@ -167,10 +203,11 @@ func (n *node) stop() {
 
 // crash ends the daemon in the middle of whatever it does. Its parts are closed behind the scenes, over memory that is no longer the pool's: nobody sees what they still do.
 func (n *node) crash() {
-	d := n.down()
-	if d == nil {
+	if n.daemon == nil {
 		return
 	}
+	d := n.down()
+	n.left = d.durable()
 	if d.slots.busy() {
 		n.w.saw("crashes in mid-copy", 1)
 	}
@@ -203,6 +240,12 @@ func (d *daemon) close() {
 	d.end()
 	d.fetcher.Close()
 	d.link.Close()
+	if d.tiering != nil {
+		d.tiering.Close()
+	}
+	for _, k := range d.drives {
+		_ = k.Close() // a dead one's is dead
+	}
 	d.registry.Expire(time.Now().Add(time.Hour)) // what a dead process has mapped is gone with it
 	synctest.Wait()                              // whoever reads the pool has seen that it is gone
 	for _, c := range d.counters.All() {
@@ -270,6 +313,9 @@ func (n *node) tick() {
 	n.daemon.ledger.Expire(now)
 	n.daemon.registry.Expire(now)
 	n.daemon.fetcher.Forget(now)
+	if n.daemon.tiering != nil {
+		n.daemon.tiering.Tick(now)
+	}
 	told := n.backlog
 	n.backlog = nil
 	for _, f := range told {

@@ -53,6 +53,26 @@ func (s *slots) change(slab, slot int, what string, reserved bool) {
 	delete(s.resident, at)
 }
 
+// beginAt and endAt are begin and end of what a disk writes.
+func (s *slots) beginAt(at []uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, at := range at {
+		s.writers[at]++
+		if !s.reserved[at] || s.writers[at] > 1 {
+			s.w.breaks("a disk was given a slot that is not reserved for it alone")
+		}
+	}
+}
+
+func (s *slots) endAt(at []uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, at := range at {
+		s.writers[at]--
+	}
+}
+
 // begin says that a copy may write into these slots from now on, until end.
 func (s *slots) begin(batch []transport.Copy) {
 	s.mu.Lock()

@@ -18,6 +18,7 @@ import (
 	"github.com/kvferry/kvferry"
 	"github.com/kvferry/kvferry/csrc/copyshim"
 	"github.com/kvferry/kvferry/tiers"
+	"github.com/kvferry/kvferry/tiers/nvme/nvmetest"
 	"github.com/kvferry/kvferry/tiers/tierstest"
 )
 
@@ -60,6 +61,9 @@ func newWorld(t *testing.T, n uint64, m mutation) *world {
 	w.net = newNetwork(w)
 	for i, name := range []string{"a", "b"} {
 		w.nodes[i] = &node{w: w, index: i, name: name, flipped: flips{at: map[uint64]bool{}}, path: filepath.Join(dir, name)}
+		for k := range n / (1 + uint64(i)) % 3 {
+			w.nodes[i].disks = append(w.nodes[i].disks, &disk{node: w.nodes[i], name: fmt.Sprint(name, k), content: nvmetest.New(diskBytes)})
+		}
 		w.nodes[i].start()
 	}
 	return w
@@ -135,20 +139,20 @@ func (w *world) step() {
 		w.prefill(node)
 	case n < 270:
 		w.deliver(node)
-	case n < 340:
+	case n < 335:
 		w.store(node)
-	case n < 350:
+	case n < 345:
 		w.reuse()
-	case n < 400:
+	case n < 395:
 		w.chunk()
-	case n < 590:
+	case n < 575:
 		for range 1 + w.r.IntN(3) {
 			node.releaseCopy(nil)
 			w.apartFromNext()
 		}
-	case n < 610:
+	case n < 590:
 		node.releaseCopy(errSimulated)
-	case n < 660:
+	case n < 640:
 		w.revoke(node)
 	case n < 710:
 		w.load(node)
@@ -172,8 +176,16 @@ func (w *world) step() {
 		w.armed = true
 	case n < 974:
 		node.restart()
-	case n < 984:
+	case n < 982:
 		node.flip()
+	case n < 988:
+		node.diskTrouble()
+	case n < 993:
+		node.diskFlip()
+	case n < 995:
+		node.powerFails()
+	default:
+		w.prefetch(node)
 	}
 	w.pass(w.r)
 }
@@ -205,6 +217,7 @@ func (w *world) settle() {
 	w.digest()
 	if w.at%8 == 0 {
 		w.nodes[w.at/8%2].checkPool()
+		w.nodes[w.at/8%2].checkFold()
 	}
 }
 
@@ -220,10 +233,14 @@ func (w *world) finish() {
 			n.start()
 		}
 		n.daemon.gate.openAll()
+		for _, k := range n.disks {
+			k.set(healthy)
+		}
 	}
 	w.rest(20 * time.Second) // every deadline of an operation is over
 	for _, n := range w.nodes {
 		n.checkPool()
+		n.checkFold()
 		n.checkIdle()
 		for _, p := range n.procs {
 			p.die(nil)

@@ -8,9 +8,11 @@ import (
 	"time"
 
 	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/csrc/copyshim"
 	"github.com/kvferry/kvferry/daemon/mover"
 	"github.com/kvferry/kvferry/tiers"
 	"github.com/kvferry/kvferry/tiers/nvme"
+	"github.com/kvferry/kvferry/tiers/policy"
 	"github.com/kvferry/kvferry/transport"
 )
 
@@ -19,6 +21,9 @@ var errNotTried = errors.New("tiering: not tried")
 
 // errLate is why a drive has failed that has not ended a transfer by its deadline.
 var errLate = errors.New("tiering: no answer by the deadline")
+
+// errBroken is in the copy of a block whose bytes in the pool are not what was stored.
+var errBroken = errors.New("tiering: checksum does not hold in the pool")
 
 // copier makes the moves of one transfer, all of one drive and one direction. The mover knows them by their places in the pool.
 type copier struct {
@@ -77,7 +82,7 @@ func (c *copier) Copy(ctx context.Context, batch []transport.Copy) error {
 }
 
 func (c *copier) write(ctx context.Context, batch []transport.Copy) error {
-	ops := make([]nvme.WriteOp, len(batch))
+	ops, at := make([]nvme.WriteOp, 0, len(batch)), make([]int, 0, len(batch))
 	for i := range batch {
 		s := batch[i].Src[0]
 		m := c.moves[s.Offset]
@@ -85,11 +90,15 @@ func (c *copier) write(ctx context.Context, batch []transport.Copy) error {
 		if err != nil {
 			return err
 		}
-		ops[i] = nvme.WriteOp{Slab: m.DriveSlab, Slot: m.DriveSlot, Header: m.Header, Payload: payload}
+		if copyshim.Checksum(0, payload) != m.From.CRC32C { // memory flips bits too, and what it has lost is not to look durable
+			batch[i].Err = errBroken
+			continue
+		}
+		ops, at = append(ops, nvme.WriteOp{Slab: m.DriveSlab, Slot: m.DriveSlot, Header: m.Header, Payload: payload}), append(at, i)
 	}
 	c.d.device.Write(ctx, ops)
-	for i := range ops {
-		batch[i].Err = ops[i].Err
+	for k, i := range at {
+		batch[i].Err = ops[k].Err
 	}
 	return ctx.Err()
 }
@@ -127,7 +136,7 @@ func (r *rate) now() float64 {
 
 // account keeps a drive's health, and removes what it can no longer be read from.
 func (t *Tiering) account(d *drive, c *copier, batch []transport.Copy, m tiers.Moves, at []int) {
-	moved, corrupt, lost := 0, 0, 0
+	moved, corrupt, lost, broken := 0, 0, 0, 0
 	var failure error
 	for k := range batch {
 		err := batch[k].Err
@@ -138,6 +147,9 @@ func (t *Tiering) account(d *drive, c *copier, batch []transport.Copy, m tiers.M
 		case errors.Is(err, errNotTried), errors.Is(err, mover.ErrNotCopied), errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
 			lost++
 			continue
+		case errors.Is(err, errBroken):
+			broken++
+			t.cfg.Ledger.DropFrom(m.List[at[k]].Header.Space, m.List[at[k]].Fill.Block.Hash, policy.DRAM)
 		case errors.Is(err, nvme.ErrCorrupt):
 			corrupt++
 		default:
@@ -145,7 +157,7 @@ func (t *Tiering) account(d *drive, c *copier, batch []transport.Copy, m tiers.M
 		}
 		if !c.writes {
 			b := m.List[at[k]].Fill.Block
-			t.cfg.Ledger.DropFromDrive(m.List[at[k]].Header.Space, b.Hash)
+			t.cfg.Ledger.DropFrom(m.List[at[k]].Header.Space, b.Hash, policy.NVMe)
 		}
 	}
 	name := "promote_blocks"
@@ -155,7 +167,11 @@ func (t *Tiering) account(d *drive, c *copier, batch []transport.Copy, m tiers.M
 	t.cfg.Counters.Add(name, "moved", moved)
 	t.cfg.Counters.Add(name, "corrupt", corrupt)
 	t.cfg.Counters.Add(name, "not_tried", lost)
-	t.cfg.Counters.Add(name, "failed", len(batch)-moved-corrupt-lost)
+	t.cfg.Counters.Add(name, "failed", len(batch)-moved-corrupt-lost-broken)
+	if broken > 0 {
+		t.cfg.Log.Error("blocks in the pool were broken, and removed", "blocks", broken)
+		t.cfg.Counters.Add("broken_blocks", "pool", broken)
+	}
 	if corrupt > 0 {
 		t.cfg.Log.Error("blocks on a drive were broken, and removed", "drive", d.name, "blocks", corrupt)
 		t.cfg.Counters.Add("broken_blocks", "nvme", corrupt)

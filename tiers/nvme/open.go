@@ -37,9 +37,10 @@ func Open(cfg Config) (*Drive, []pool.Resident, error) {
 	return d, keep, nil
 }
 
+// openFile locks and opens; on error nothing is held any more.
 func openFile(cfg Config) (p place, dev Device, err error) {
 	if p.lock, err = pool.OpenOwn(cfg.Path+".lock", os.O_RDWR|os.O_CREATE, ErrForeign); err != nil {
-		return place{}, nil, err
+		return p, nil, err
 	}
 	defer func() {
 		if err != nil {
@@ -48,9 +49,9 @@ func openFile(cfg Config) (p place, dev Device, err error) {
 	}()
 	if err = unix.Flock(int(p.lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
 		if errors.Is(err, unix.EWOULDBLOCK) {
-			return place{}, nil, ErrLocked
+			return p, nil, ErrLocked
 		}
-		return place{}, nil, fmt.Errorf("lock: %w", err)
+		return p, nil, fmt.Errorf("lock: %w", err)
 	}
 	meta, err := pool.OpenOwn(cfg.Path, os.O_RDWR, ErrForeign)
 	if errors.Is(err, os.ErrNotExist) {
@@ -60,7 +61,7 @@ func openFile(cfg Config) (p place, dev Device, err error) {
 		}
 	}
 	if err != nil {
-		return place{}, nil, err
+		return p, nil, err
 	}
 	if err = fit(meta, cfg, &p.notes); err == nil {
 		dev, err = newFileDevice(meta, cfg)

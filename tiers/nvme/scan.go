@@ -29,9 +29,9 @@ func (d *Drive) scan() ([]pool.Resident, error) {
 	var wg sync.WaitGroup
 	for range min(scanners, len(found)) {
 		wg.Go(func() {
-			buf := make([]byte, pool.TableBytes(pool.SlotsPerSlabMax))
+			var buf []byte
 			for i := int(at.Add(1)) - 1; i < len(found); i = int(at.Add(1)) - 1 {
-				found[i] = d.scanSlab(i, buf)
+				found[i] = d.scanSlab(i, &buf)
 			}
 		})
 	}
@@ -62,20 +62,21 @@ func (d *Drive) scan() ([]pool.Resident, error) {
 	return d.dropDuplicates(keep), nil
 }
 
-// scanSlab reads one slab's header and table.
-func (d *Drive) scanSlab(i int, buf []byte) (f scanned) {
+// scanSlab reads one slab's header and table. The buffer grows to what it takes.
+func (d *Drive) scanSlab(i int, buf *[]byte) (f scanned) {
 	at := int64(slabsAt + uint64(i)*d.cfg.SlabBytes)
-	if f.err = d.dev.ReadAt(buf[:slabUsed], at); f.err != nil {
+	first := grown(buf, slabUsed)
+	if f.err = d.dev.ReadAt(first, at); f.err != nil {
 		return f
 	}
-	h, ok := parseSlab(buf, d.id, i)
+	h, ok := parseSlab(first, d.id, i)
 	f.highest = h.floor
 	if !ok || h.slotBytes == 0 || h.slots == 0 || h.slots != uint64(d.SlotsPerSlab(h.slotBytes)) {
 		f.header.floor = h.floor
 		return f
 	}
 	f.header = h
-	table := buf[:h.slots*pool.HeaderBytes]
+	table := grown(buf, int(h.slots)*pool.HeaderBytes)
 	if f.err = d.dev.ReadAt(table, at+pool.SlabHeaderBytes); f.err != nil {
 		return f
 	}
@@ -99,6 +100,13 @@ func (d *Drive) scanSlab(i int, buf []byte) (f scanned) {
 		}
 	}
 	return f
+}
+
+func grown(buf *[]byte, n int) []byte {
+	if cap(*buf) < n {
+		*buf = make([]byte, n)
+	}
+	return (*buf)[:n]
 }
 
 // shardKey names what a slot holds.

@@ -63,7 +63,6 @@ type writing struct {
 	entries []*inFlight // nil: not admitted
 	start   time.Time
 	since   uint64 // epoch
-	headed  bool   // headers may be on the drive
 }
 
 // admit checks each operation and takes its slot. A header that may still be there is noted as to be killed.

@@ -20,6 +20,9 @@ func (LRU) New(_ int64, m, _ *Meta, a Arrival) { m.Uses = withRetention(m.Uses, 
 // Gone is Policy.
 func (LRU) Gone(int64, *Meta, uint64) {}
 
+// Before is Policy.
+func (LRU) Before(_ int64, t Table, a, b ID) bool { return t.Stamp(a) < t.Stamp(b) }
+
 // NewSet is Policy.
 func (LRU) NewSet(t Table, tier int) Set { return &lruSet{t: t, tier: tier} }
 

@@ -310,9 +310,7 @@ func (d *Device) Sync() error {
 		if last >= 0 {
 			d.durable.write(list[last].data[:], s*sector)
 		}
-		for _, v := range list[last+1:] {
-			kept = append(kept, v)
-		}
+		kept = append(kept, list[last+1:]...)
 		if len(kept) == 0 {
 			delete(d.cache, s)
 		} else {
