@@ -1,14 +1,17 @@
 package policy
 
-var (
+const (
 	// loan is what LRU's hits count against this policy's own: it may do worse by so much while it learns.
 	loan = 0.994
+	// loanDrives is the same where blocks go down to drives: some lie in both tiers then, for LRU as for others, and the guard knows of one cache of all blocks only.
+	loanDrives = 0.96
 	// What it has gained counts up to this part of the blocks, so that a change of load cannot use up the gain of a day.
 	creditMax = 0.5
 	// It starts with as much, of the blocks that the node has room for once they are there,
 	startCredit = 0.03
-	// and comes back from LRU's order with so much.
+	// and comes back from LRU's order with so much, twice as much after each try that has failed.
 	returnCredit = 0.01
+	failedMax    = 6
 )
 
 // guard asks what LRU would have hit in the same room, and gives its order the lead when it has done better.
@@ -18,6 +21,7 @@ type guard struct {
 	resident int
 	most     int    // that were resident at once
 	since    uint32 // LRU has what was used since then
+	drives   bool
 	credit   float64
 	lru      bool
 	failed   int // tries that have ended in LRU's order, since one that did not
@@ -61,15 +65,22 @@ func (g *guard) found(used uint32, n int) {
 // settle accounts a look-up that has found n blocks.
 func (g *guard) settle(n int) {
 	g.hits += g.both
-	g.pay(float64(n) - loan*float64(g.both))
+	g.pay(float64(n) - g.loan()*float64(g.both))
 	g.both = 0
+}
+
+func (g *guard) loan() float64 {
+	if g.drives {
+		return loanDrives
+	}
+	return loan
 }
 
 // missed accounts a block that had left.
 func (g *guard) missed(used uint32) {
 	if int32(used-g.since) >= 0 {
 		g.hits++
-		g.pay(-loan)
+		g.pay(-g.loan())
 	}
 }
 
@@ -86,5 +97,3 @@ func (g *guard) pay(credit float64) {
 		g.failed = 0
 	}
 }
-
-var failedMax = 6

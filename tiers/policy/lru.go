@@ -21,7 +21,25 @@ func (LRU) New(_ int64, m, _ *Meta, a Arrival) { m.Uses = withRetention(m.Uses, 
 func (LRU) Gone(int64, *Meta, uint64) {}
 
 // Before is Policy.
-func (LRU) Before(_ int64, t Table, a, b ID) bool { return t.Stamp(a) < t.Stamp(b) }
+func (LRU) Before(_ int64, t Table, a, b ID) bool { return lruStamp(t, a) < lruStamp(t, b) }
+
+// lruStamp is a block's place in the order.
+func lruStamp(t Table, id ID) int64 {
+	const shift = int64(time.Hour)
+	at := t.Stamp(id)
+	if at == 0 {
+		return 0
+	}
+	switch retentionOf(t.Meta(id)) {
+	case None:
+		return 1
+	case Short:
+		return max(at-shift, 2)
+	case Long:
+		return at + shift
+	}
+	return max(at, 2)
+}
 
 // NewSet is Policy.
 func (LRU) NewSet(t Table, tier int) Set { return &lruSet{t: t, tier: tier} }
@@ -62,26 +80,8 @@ func (s *lruSet) Pop() any {
 	return e
 }
 
-// stamp is a block's place in the order.
-func (s *lruSet) stamp(id ID) int64 {
-	const shift = int64(time.Hour)
-	at := s.t.Stamp(id)
-	if at == 0 {
-		return 0
-	}
-	switch retentionOf(s.t.Meta(id)) {
-	case None:
-		return 1
-	case Short:
-		return max(at-shift, 2)
-	case Long:
-		return at + shift
-	}
-	return max(at, 2)
-}
-
 // Add is Set.
-func (s *lruSet) Add(id ID) { heap.Push(s, lruEntry{s.stamp(id), id}) }
+func (s *lruSet) Add(id ID) { heap.Push(s, lruEntry{lruStamp(s.t, id), id}) }
 
 // Remove is Set.
 func (s *lruSet) Remove(id ID) { heap.Remove(s, int(s.t.Meta(id).Pos[s.tier])) }
@@ -90,7 +90,7 @@ func (s *lruSet) Remove(id ID) { heap.Remove(s, int(s.t.Meta(id).Pos[s.tier])) }
 func (s *lruSet) Next(int64) (ID, bool) {
 	for len(s.entries) > 0 {
 		e := &s.entries[0]
-		now := s.stamp(e.id)
+		now := lruStamp(s.t, e.id)
 		if e.stamp == now {
 			return e.id, true
 		}

@@ -14,7 +14,6 @@ type Reuse struct {
 	ghosts ghosts
 	mean   float64 // blocks of a request
 	rng    uint64
-	drives bool // blocks go down from DRAM
 }
 
 // NewReuse makes one for a node of so many blocks.

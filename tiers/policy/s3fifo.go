@@ -83,6 +83,38 @@ func (p *S3FIFO) Gone(_ int64, m *Meta, hash uint64) {
 	}
 }
 
+// Before is Policy.
+func (p *S3FIFO) Before(_ int64, t Table, a, b ID) bool {
+	x, y := t.Meta(a), t.Meta(b)
+	p1, k1 := queueOf(t, a)
+	p2, k2 := queueOf(t, b)
+	if first1, first2 := p1 == queueFirst, p2 == queueFirst; first1 || first2 {
+		return first1 && (!first2 || k1 < k2)
+	}
+	if p1 != p2 {
+		return p1 == queueSmall
+	}
+	if u, v := x.Uses&usesMax, y.Uses&usesMax; u != v {
+		return u < v
+	}
+	return k1 < k2
+}
+
+// queueOf is where a block waits, and its place there.
+func queueOf(t Table, id ID) (queue int, key uint64) {
+	m := t.Meta(id)
+	key = uint64(m.Used)
+	switch r := retentionOf(m); {
+	case t.Stamp(id) == 0:
+		return queueFirst, key
+	case r == None:
+		return queueFirst, key | 1<<32
+	case r == Short:
+		return queueFirst, key | 2<<32
+	}
+	return int(m.Class), key
+}
+
 // NewSet is Policy.
 func (p *S3FIFO) NewSet(t Table, tier int) Set {
 	s := &fifoSet{p: p}
@@ -115,19 +147,8 @@ func (s *fifoSet) Len() int {
 
 // Add is Set.
 func (s *fifoSet) Add(id ID) {
-	t := s.queues[0].t
-	m := t.Meta(id)
-	e := fifoEntry{key: uint64(m.Used), id: id}
-	q := int(m.Class)
-	switch r := retentionOf(m); {
-	case t.Stamp(id) == 0:
-		q = queueFirst
-	case r == None:
-		q, e.key = queueFirst, e.key|1<<32
-	case r == Short:
-		q, e.key = queueFirst, e.key|2<<32
-	}
-	heap.Push(&s.queues[q], e)
+	q, key := queueOf(s.queues[0].t, id)
+	heap.Push(&s.queues[q], fifoEntry{key, id})
 }
 
 // Remove is Set.

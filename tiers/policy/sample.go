@@ -42,30 +42,41 @@ type sampleSet struct {
 
 // NewSet is Policy.
 func (r *Reuse) NewSet(t Table, tier int) Set {
-	r.drives = r.drives || tier == NVMe
+	r.guard.drives = r.guard.drives || tier == NVMe
 	return &sampleSet{r: r, t: t, tier: tier}
 }
 
 // Len is Set.
 func (s *sampleSet) Len() int { return s.count }
 
+// listOf is the list that a block belongs to.
+func listOf(t Table, id ID) int {
+	if t.Stamp(id) == 0 {
+		return listIncomplete
+	}
+	switch retentionOf(t.Meta(id)) {
+	case None:
+		return listNone
+	case Short:
+		return listShort
+	case Long:
+		return listLong
+	}
+	return listNormal
+}
+
+// Before is Policy.
+func (r *Reuse) Before(_ int64, t Table, a, b ID) bool {
+	if x, y := listOf(t, a), listOf(t, b); x != y {
+		return x < y
+	}
+	return r.worth(t.Meta(a)) < r.worth(t.Meta(b))
+}
+
 // Add is Set.
 func (s *sampleSet) Add(id ID) {
 	m := s.t.Meta(id)
-	list := listNormal
-	switch {
-	case s.t.Stamp(id) == 0:
-		list = listIncomplete
-	default:
-		switch retentionOf(m) {
-		case None:
-			list = listNone
-		case Short:
-			list = listShort
-		case Long:
-			list = listLong
-		}
-	}
+	list := listOf(s.t, id)
 	m.Pos[s.tier] = makePos(list, len(s.lists[list]))
 	s.lists[list] = append(s.lists[list], id)
 	s.count++
@@ -117,7 +128,7 @@ func (s *sampleSet) Next(int64) (ID, bool) {
 // worth orders what leaves. What leaves DRAM for a drive is not lost, so it goes in LRU's order: that keeps chains together. Else the leaves of many chains would go down, each with copies of
 // all of its ancestors, and the drives would hold everything that DRAM has.
 func (s *sampleSet) worth(m *Meta) float32 {
-	if s.tier == DRAM && s.r.drives {
+	if s.tier == DRAM && s.r.guard.drives {
 		return -float32(s.r.lives.touches - m.Used)
 	}
 	return s.r.worth(m)
