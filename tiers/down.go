@@ -120,6 +120,10 @@ func (p *plan) relieve(d Down, c *class) {
 		switch {
 		case l.isIn(r, policy.NVMe), !l.isIn(r, policy.DRAM):
 			l.leaveLocked(id, policy.DRAM)
+		case l.orphansLocked(id, policy.DRAM):
+			if !p.chain(id, true) {
+				return
+			}
 		case !l.admitLocked(p.now, id):
 			l.counts.NotAdmitted++
 			l.leaveLocked(id, policy.DRAM)

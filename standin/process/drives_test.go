@@ -81,7 +81,8 @@ func (r *driveRig) store(w *Worker, which uint64) (hashes []kvferry.Hash) {
 		r.Fatal(err)
 	}
 	if s, err := w.Store(r.Context(), standin.StoreRequest{RequestID: "r", Blocks: numbers(0, 32), Hashes: hashes, Parents: parents}); err != nil || s.Stored+s.Present != 32 {
-		r.Fatal(s, err)
+		st, _ := r.node.Status(r.Context())
+		r.Fatal(s, err, st)
 	}
 	return hashes
 }
@@ -272,4 +273,81 @@ func TestDaemonKilledUnderLoad(t *testing.T) {
 		}
 	}
 	t.Logf("%d kills; %d of %d acknowledged blocks are there", *daemonKills, again, acknowledged)
+}
+
+var flipRounds = flag.Int("flip-rounds", 6, "rounds of TestFlips")
+
+// flip turns a bit over in a file, anywhere but in its first eight bytes, which say whose it is: one that does not is refused.
+func flip(t *testing.T, path string, random *rand.Rand, within int64) {
+	t.Helper()
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	at := 8 + random.Int64N(within-8)
+	var b [1]byte
+	if _, err := f.ReadAt(b[:], at); err != nil {
+		t.Fatal(err)
+	}
+	b[0] ^= 1 << random.IntN(8)
+	if _, err := f.WriteAt(b[:], at); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// flipSome turns bits over everywhere: in payloads most of all, in header tables and superblocks more than their share.
+func (r *driveRig) flipSome(random *rand.Rand, n int) {
+	r.Helper()
+	for range n {
+		path, size := r.config.PoolPath, int64(r.config.PoolBytes)
+		if k := random.IntN(3); k < 2 {
+			path, size = r.drives[k], driveBytes
+		}
+		switch random.IntN(6) {
+		case 0:
+			size = 4096
+		case 1:
+			size = 2<<20 + 64<<10 // the first slab's header table
+		}
+		flip(r.T, path, random, size)
+	}
+}
+
+// Flipped bits in pool and drives, in headers and payloads, while the daemon runs and while it does not: no wrong byte is served, and nobody crashes.
+func TestFlips(t *testing.T) {
+	if testing.Short() {
+		t.Skip("flips bits for some seconds")
+	}
+	t.Parallel()
+	r := newDriveRig(t)
+	random := rand.New(rand.NewPCG(*seed, 7))
+	w := r.worker("first")
+	for which := range uint64(drivePrompts) {
+		r.store(w, which)
+	}
+	for round := range *flipRounds {
+		for range 4 { // while it runs
+			r.flipSome(random, 40)
+			r.loadAll(w)
+			r.store(w, random.Uint64N(drivePrompts))
+		}
+		r.verify() // what is broken is removed
+		if _, broken := r.verify(); broken > 0 {
+			t.Errorf("round %d: %d slots are broken after what was broken was removed", round, broken)
+		}
+		if why := r.node.Ended(); why != "" {
+			t.Fatalf("round %d: the daemon has %s\n%s", round, why, r.node.LogTail())
+		}
+		w.Kill()
+		r.node.Stop()
+		r.flipSome(random, 40) // while it does not
+		r.start()
+		w = r.worker(fmt.Sprint("round", round))
+		found := r.loadAll(w)
+		t.Logf("round %d: %d of %d blocks were found", round, found, drivePrompts*32)
+		for which := range uint64(drivePrompts) {
+			r.store(w, which)
+		}
+	}
 }
