@@ -78,8 +78,8 @@ func (l *Ledger) PlanDown(now time.Time, d Down, limit int) Moves {
 // movingShare is the part of the pool that may be pinned by moves, so that stores find room beside them.
 const movingShare = 4
 
-// mayMoveLocked is how many more shards may be moved now.
-func (l *Ledger) mayMoveLocked() int { return l.poolSlotsLocked()/movingShare - l.moving }
+// mayMoveLocked is how many more shards may be moved now: of a pool of three slots one, too.
+func (l *Ledger) mayMoveLocked() int { return max(l.poolSlotsLocked()/movingShare, 1) - l.moving }
 
 func (l *Ledger) poolSlotsLocked() (n int) {
 	st := l.stores[poolStore]
