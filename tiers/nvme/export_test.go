@@ -14,6 +14,7 @@ const (
 	NoEpoch       = noEpoch
 	NoFloor       = noFloor
 	NoPending     = noPending
+	SmallLog      = smallLog
 )
 
 // OpenMutated is OpenDevice without some of the rules.

@@ -69,6 +69,7 @@ type model struct {
 	dev     *nvmetest.Device
 	d       *nvme.Drive
 	m       nvme.Mutation
+	small   nvme.Mutation                         // the log of most is small, so that it turns
 	blocks  map[kvferry.Generation]nvmetest.Block // all that were ever given to Write
 	must    map[spot]kvferry.Generation           // acknowledged and not cleared
 	may     map[kvferry.Generation]spot           // might come back at a crash
@@ -84,6 +85,9 @@ func runModel(seed uint64, m nvme.Mutation, total *tally) (err error) {
 	w := &model{
 		random: rand.New(rand.NewPCG(seed, 0)), dev: nvmetest.New(int64(modelConfig.Bytes)), m: m, blocks: map[kvferry.Generation]nvmetest.Block{},
 		must: map[spot]kvferry.Generation{}, may: map[kvferry.Generation]spot{}, flipped: map[kvferry.Generation]bool{}, tally: total,
+	}
+	if seed%4 != 0 {
+		w.small = nvme.SmallLog
 	}
 	for life := range 5 {
 		w.tally.lives++
@@ -101,7 +105,7 @@ func (w *model) live() error {
 	if w.random.IntN(3) > 0 {
 		w.dev.CrashIn(1+w.random.IntN(120), w.random.Uint64())
 	}
-	d, keep, err := nvme.OpenMutated(modelConfig, w.dev, w.m)
+	d, keep, err := nvme.OpenMutated(modelConfig, w.dev, w.m|w.small)
 	if w.dev.Crashed() {
 		w.tally.crashes++
 		return nil
