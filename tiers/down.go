@@ -127,7 +127,7 @@ func (p *plan) relieve(d Down, c *class) {
 		case !l.admitLocked(p.now, id):
 			l.counts.NotAdmitted++
 			l.leaveLocked(id, policy.DRAM)
-		case !p.worth(id):
+		case !p.worth(id, false):
 			l.counts.NotWorth++
 			l.leaveLocked(id, policy.DRAM)
 		case !p.chain(id, true):
@@ -180,7 +180,7 @@ func (p *plan) idleBlock(d Down, id recordID, before int64) {
 			l.counts.NotAdmitted++
 			return
 		}
-		if p.worth(id) {
+		if p.worth(id, true) {
 			p.chain(id, d.Move)
 		}
 		return
@@ -196,8 +196,9 @@ func (p *plan) idleBlock(d Down, id recordID, before int64) {
 	}
 }
 
-// worth tells whether a drive has room for a block, or something that is to leave before it. Else what is idle in DRAM and what lies on a full drive would take each other's place for ever.
-func (p *plan) worth(id recordID) bool {
+// worth tells whether a drive has room for a block, or something that is to leave before it. What stays in DRAM takes nobody's place that was used later, whatever the policy says: else what is idle in DRAM and
+// what lies on a full drive would take each other's place for ever.
+func (p *plan) worth(id recordID, stays bool) bool {
 	l := p.l
 	k, ok := l.driveForLocked(id)
 	if !ok {
@@ -209,6 +210,9 @@ func (p *plan) worth(id recordID) bool {
 	}
 	now := p.now.UnixNano()
 	victim, ok := c.leaves.Next(now)
+	if ok && stays && l.Stamp(victim) >= l.Stamp(id) {
+		return false
+	}
 	return !ok || l.policy.Before(now, l, victim, id) // where nothing may leave, chain says so
 }
 
