@@ -2,8 +2,11 @@ package policy
 
 import "fmt"
 
-// Default is the daemon's.
-const Default = "reuse"
+// Default is the daemon's, Names are all that there are.
+const (
+	Default = "reuse"
+	Names   = "reuse, s3fifo or lru"
+)
 
 // New makes a policy by its name, for a node of so many blocks in all of its tiers.
 func New(name string, blocks int) (Policy, error) {
@@ -15,5 +18,5 @@ func New(name string, blocks int) (Policy, error) {
 	case "reuse":
 		return NewReuse(blocks), nil
 	}
-	return nil, fmt.Errorf("policy %q: must be reuse, s3fifo or lru", name)
+	return nil, fmt.Errorf("policy %q: must be %s", name, Names)
 }

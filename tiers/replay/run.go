@@ -195,3 +195,9 @@ func (r *run) store(q *Request, found int) {
 		from = to
 	}
 }
+
+// Policies are those that Config takes, and DefaultPolicy is the daemon's.
+const (
+	Policies      = policy.Names
+	DefaultPolicy = policy.Default
+)
