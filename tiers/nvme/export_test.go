@@ -14,6 +14,8 @@ const (
 	NoEpoch       = noEpoch
 	NoFloor       = noFloor
 	NoPending     = noPending
+	AnyRound      = anyRound
+	ReuseEarly    = reuseEarly
 	SmallLog      = smallLog
 )
 

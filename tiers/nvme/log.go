@@ -17,7 +17,8 @@ import (
 //
 // A round's blocks go to half (round mod 2), one after the other, each written once. A half is used again only when all that it says is in place durably. So at
 // any crash the tables with the records of the older half and then of the newer one over them, in their order, are what was last said of each slot. Blocks are
-// believed or not each for itself: after a failed sync there may be holes, and what was lost in them is said again, or failed.
+// believed or not each for itself: after a failed sync there may be holes, even a round that is nothing but a hole, and what was lost in them is said again, or
+// failed.
 const (
 	logAt       = 64 << 10
 	logHalf     = 960 << 10
@@ -46,6 +47,8 @@ type bookLog struct {
 	blocks int // of a half that are used
 	halves [2]logHalfState
 }
+
+func newBookLog() bookLog { return bookLog{round: 2, blocks: logBlocks} } // 0 is none
 
 // logHalfState is one half.
 type logHalfState struct {
@@ -150,7 +153,7 @@ func (d *Drive) turn() error {
 	busy, applied := len(other.records) > 0, other.inPlace > 0
 	since := d.failures
 	d.mu.Unlock()
-	if busy {
+	if busy && d.mutate&reuseEarly == 0 {
 		if !applied {
 			if err := d.apply(other); err != nil {
 				return err
@@ -267,7 +270,10 @@ func (d *Drive) replay() error {
 	}
 	d.book = bookLog{round: max(rounds[0], rounds[1]) + 1, blocks: logBlocks}
 	if d.mutate&smallLog != 0 {
-		d.book.blocks = 3
+		d.book.blocks = 2
+	}
+	if rounds[older]+1 != rounds[1-older] && d.mutate&anyRound == 0 {
+		found[older] = nil // nothing of the round between has come to the drive: this one is in place for long, and what came after it as well
 	}
 	list := d.placesLocked(append(found[older], found[1-older]...))
 	if len(list) == 0 {

@@ -45,15 +45,16 @@ func TestMutations(t *testing.T) {
 	for name, m := range map[string]nvme.Mutation{
 		"no checksum": nvme.NoChecksum, "header before payload": nvme.HeaderFirst, "no tombstone": nvme.NoTombstone, "no sync of payloads": nvme.NoPayloadSync,
 		"headers from before a slab was cut": nvme.NoFloor, "no tombstone before reuse": nvme.NoPending,
+		"log halves of any round": nvme.AnyRound, "half of the log used too early": nvme.ReuseEarly,
 	} {
 		t.Run(name, func(t *testing.T) {
-			for n := uint64(1); n <= 200; n++ {
+			for n := uint64(1); n <= 400; n++ {
 				if err := runModel(n, m, &tally{}); err != nil {
 					t.Logf("seed %d: %v", n, err)
 					return
 				}
 			}
-			t.Error("200 seeds did not notice it")
+			t.Error("400 seeds did not notice it")
 		})
 	}
 }
