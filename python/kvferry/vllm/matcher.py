@@ -117,4 +117,5 @@ class Matcher:
         if match.blocks is None:
             match.blocks = response.blocks
             self._tallies.add("matched_blocks", response.blocks)
+            self._tallies.add("nvme_blocks", response.nvme_blocks)
             self._tallies.add("peer_blocks", response.peer_blocks)

@@ -20,6 +20,8 @@ COUNTERS = {
     "unloaded_blocks": ("Blocks whose load failed, so that they were computed, by reason.", "reason"),
     "asked_blocks": ("Blocks of arriving prompts that were looked up.", None),
     "matched_blocks": ("Blocks of arriving prompts that were found.", None),
+    "nvme_blocks": ("Of the blocks that were found, those that were on a drive only.", None),
+    "retentions": ("Requests that said how long they want their blocks kept, by what they said.", "retention"),
     "unasked_requests": ("Requests that were not looked up or not in time, by reason.", "reason"),
     "offers": ("Prompts offered to other instances.", None),
     "lent_prompts": ("Prompts whose blocks were kept for their offer, on each rank, by how that ended.", "end"),

@@ -14,7 +14,17 @@ from kvferry.memory import GenerationTable
 from kvferry.session import Session
 from kvferry.v1 import engine_pb2 as pb
 from kvferry.vllm.config import Config
-from kvferry.vllm.handoff import Offers, OpenOffer, Transfer, read_peers, read_ticket, read_transfer, transfer_ticket
+from kvferry.vllm.handoff import (
+    RETENTIONS,
+    Offers,
+    OpenOffer,
+    Transfer,
+    read_peers,
+    read_retention,
+    read_ticket,
+    read_transfer,
+    transfer_ticket,
+)
 from kvferry.vllm.holds import Hold, Holds
 from kvferry.vllm.matcher import Match, Matcher
 from kvferry.vllm.meta import LoadJob, RankMeta, StepMeta, StoreJob
@@ -35,6 +45,7 @@ class _Request:
         self.ticket_bytes = b""
         self.load_timeout_ms = 0
         self.peers: list[str] = []
+        self.retention = ""  # one of RETENTIONS, where it said so
         self.transfer: Transfer | None = None  # under which it is to be offered
         self.opened: OpenOffer | None = None
         self.may_load = True  # False after a load of it failed: what failed once is computed
@@ -74,6 +85,7 @@ class Scheduler:
         self._meta = StepMeta(self._generation)
         self._leases: set[str] = set()  # of requests, to be given back
         self._refused = False  # a rank cannot serve
+        self._complained = False  # about a retention that is none
         self._session = Session(config.socket, config.descriptors, hello, given, log)
         self._matcher = Matcher(self._session, config, self._tallies)
         self._session.start()
@@ -91,6 +103,13 @@ class Scheduler:
         state.peers, result = read_peers(params)
         if result != "absent":
             self._tallies.add("peer_hints", label=result)
+        state.retention, said = read_retention(params)
+        if said != "absent":
+            self._tallies.add("retentions", label=said)
+        if said == "malformed" and not self._complained:
+            self._complained = True
+            given = params["kvferry_retention"]
+            self._log.warning("kvferry: kvferry_retention %.64r of a request is ignored; known are %s (said once)", given, ", ".join(RETENTIONS))
         self._look_up(state)
 
     def _take_ticket(self, state: _Request, params: dict[str, Any]) -> None:
@@ -253,13 +272,14 @@ class Scheduler:
             elif self._reads.current(block_ids[i]):
                 wanted.append(i)
         state.stored_until = max(state.stored_until, end)
+        retention = RETENTIONS.get(state.retention, pb.RETENTION_NORMAL)
         for at in range(0, len(wanted), STORE_BLOCKS_MAX):
             part = wanted[at : at + STORE_BLOCKS_MAX]
             ids, names = [block_ids[i] for i in part], [hashes[i] for i in part]
             store_id = self._reads.add(ids, names, self._ranks)
             state.stores.add(store_id)
             parents = b"".join(hashes[i - 1] if i else _NO_PARENT for i in part)
-            self._meta.stores.append(StoreJob(store_id, state.request.request_id, ids, b"".join(names), parents))
+            self._meta.stores.append(StoreJob(store_id, state.request.request_id, ids, b"".join(names), parents, retention))
 
     def step_ended(self, output: Any) -> None:
         self._pace.step_ended()
@@ -317,6 +337,8 @@ class Scheduler:
         # These keys are what proxies carry from one engine to the other; without a ticket the prompt is computed again.
         answer: dict[str, Any] = {"do_remote_prefill": True, "do_remote_decode": False}
         answer.update(dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")))
+        if state.retention:
+            answer["kvferry_retention"] = state.retention  # a proxy gives the other leg these parameters only
         target = self._session.space_id(self._generation)
         if target is None or not state.may_store:
             return answer, None
