@@ -166,9 +166,10 @@ class Scheduler:
         if available is None and state.ticket is None:
             return None, False
         self._unplaced[request.request_id] = -(-(request.num_tokens - computed_tokens) // self._block_tokens)
-        state.stored_until = available = available or 0
+        available = available or 0
         if not state.may_load or self._refused:
-            return 0, False
+            return 0, False  # and all of it is stored: what could not be loaded is gone, or broken
+        state.stored_until = available
         if state.ticket is not None:
             available = max(available, state.ticket.blocks)
         tokens = min(available * self._block_tokens, request.num_tokens) - computed_tokens
