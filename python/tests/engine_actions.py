@@ -442,3 +442,29 @@ def press(llm, seconds, seed, shared, own, at_once, count):
                 alive -= 1
         longest = max(longest, time.monotonic() - started)
     return {"reasons": reasons, "requests": number, "longest_step": longest}
+
+
+def set_prefetches(llm, most):
+    from kvferry.vllm import scheduler
+
+    scheduler.COMING_MAX = most
+
+
+def time_to_first_token_behind(llm, ahead, prompt, count):
+    """Two requests, of which the second waits for the first: seconds from the first one's end to the second one's first token, and the second one's tokens."""
+    submit(llm, "ahead", ahead, count)
+    llm.llm_engine.step()
+    submit(llm, "behind", prompt, 2)
+    done = first = None
+    out = []
+    while llm.llm_engine.has_unfinished_requests():
+        outputs = llm.llm_engine.step()
+        for o in outputs:
+            if o.request_id.startswith("ahead") and o.finished:
+                done = time.monotonic()
+            if o.request_id.startswith("behind") and o.outputs[0].token_ids:
+                first = first or time.monotonic()
+                out = list(o.outputs[0].token_ids)
+        if not outputs:
+            time.sleep(0.001)
+    return {"seconds": first - done, "tokens": out}

@@ -14,6 +14,8 @@ pytest.importorskip("vllm")
 
 from sides import NAMES, Rank, Request, Side  # noqa: E402
 
+from kvferry.vllm.scheduler import COMING_MAX  # noqa: E402
+
 IDS = [8, 9, 10, 11]
 
 
@@ -184,6 +186,66 @@ def test_every_look_up_says_what_a_block_takes_to_compute(fake, side):
     side.admit(Request("c", 8), [9, 10])
     match = fake.matches[-1]
     assert match.compute_us == 2000 and not match.peers
+
+
+def waiting(side, name: str, blocks: int = 4, on_drive: int = 2):
+    """A request whose look-up was answered and that the engine has not asked about: all places are taken."""
+    request = Request(name, 4 * blocks, salt=ord(name))
+    side.resident(request, blocks - 1)
+    side.fake.nvme_blocks = on_drive
+    side.scheduler.arrived(request)
+    wait_for(lambda: side.scheduler._requests[name].match.blocks is not None, 5, "the answer")
+    return request
+
+
+def prefetched(side) -> list[bytes]:
+    """What the daemon was asked for so far; a message behind it has arrived."""
+    side.scheduler._leases.add("behind")
+    before = len(side.fake.seen("release_lease"))
+    side.step()
+    wait_for(lambda: len(side.fake.seen("release_lease")) > before, 5, "the daemon has read on")
+    side.scheduler._leases.add("behind")
+    side.scheduler._release_leases()
+    wait_for(lambda: len(side.fake.seen("release_lease")) > before + 1, 5, "the daemon has read on")
+    return [m.hashes for m in side.fake.seen("prefetch")]
+
+
+def test_what_waits_is_brought_up_from_the_drive(side):
+    request = waiting(side, "a")
+    assert prefetched(side) == [b"".join(request.block_hashes[:3])]
+    assert len(prefetched(side)) == 1  # once
+    assert side.matched(request) == (12, True)
+    side.scheduler.allocated(request, [5, 6, 7, 8], 12)
+    assert len(prefetched(side)) == 1
+    assert counted(side)["prefetched_requests"] == 1
+    assert not side.scheduler._coming
+
+
+@pytest.mark.parametrize("why", ["placed", "gone", "no drive", "other weights", "asked anew"])
+def test_what_is_not_brought_up(side, why):
+    request = waiting(side, "a", on_drive=0 if why == "no drive" else 2)
+    if why == "placed":
+        side.matched(request)
+        side.scheduler.allocated(request, [5, 6, 7, 8], 12)
+    elif why == "gone":
+        side.scheduler.finished(request, [], False)
+    elif why == "other weights":
+        side.scheduler.reset()
+    elif why == "asked anew":
+        side.scheduler._requests["a"].match = None
+    assert prefetched(side) == []
+    assert not side.scheduler._matcher.on_drive and not side.scheduler._coming
+
+
+def test_the_first_ones_are_brought_up_and_others_when_these_have_a_place(side):
+    requests = [waiting(side, name) for name in "abcdefg"]
+    assert len(prefetched(side)) == COMING_MAX == 4
+    side.matched(requests[0])
+    side.scheduler.allocated(requests[0], [5, 6, 7, 8], 12)
+    side.scheduler.finished(requests[4], [], False)  # which was not brought up
+    assert prefetched(side)[4:] == [b"".join(requests[5].block_hashes[:3])]
+    side.scheduler.finished(requests[1], [], False)
+    assert prefetched(side)[5:] == [b"".join(requests[6].block_hashes[:3])]
 
 
 def test_what_is_on_a_drive_is_counted(fake, side):

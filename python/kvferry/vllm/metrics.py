@@ -21,6 +21,7 @@ COUNTERS = {
     "asked_blocks": ("Blocks of arriving prompts that were looked up.", None),
     "matched_blocks": ("Blocks of arriving prompts that were found.", None),
     "nvme_blocks": ("Of the blocks that were found, those that were on a drive only.", None),
+    "prefetched_requests": ("Requests whose blocks were brought up from drives while they waited for a place.", None),
     "retentions": ("Requests that said how long they want their blocks kept, by what they said.", "retention"),
     "unasked_requests": ("Requests that were not looked up or not in time, by reason.", "reason"),
     "offers": ("Prompts offered to other instances.", None),

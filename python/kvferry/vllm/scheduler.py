@@ -34,6 +34,8 @@ from kvferry.vllm.reads import Reads
 
 STORE_BLOCKS_MAX = 64
 RELEASES_MAX = 4096
+# Requests whose prompts are brought up ahead: more would push each other out of the pool again.
+COMING_MAX = 4
 _NO_PARENT = bytes(wire.HASH_BYTES)
 
 
@@ -41,6 +43,7 @@ class _Request:
     def __init__(self, request: Any):
         self.request = request
         self.match: Match | None = None
+        self.placed = False  # it has blocks, or had
         self.ticket: pb.Ticket | None = None
         self.ticket_bytes = b""
         self.load_timeout_ms = 0
@@ -84,6 +87,7 @@ class Scheduler:
         self._direct = config.mode == "lent" and config.direct != "off"
         self._meta = StepMeta(self._generation)
         self._leases: set[str] = set()  # of requests, to be given back
+        self._coming: set[str] = set()  # requests without blocks whose prompt is being brought up from the drives
         self._refused = False  # a rank cannot serve
         self._complained = False  # about a retention that is none
         self._session = Session(config.socket, config.descriptors, hello, given, log)
@@ -180,10 +184,12 @@ class Scheduler:
     def allocated(self, request: Any, block_ids: list[int], external_tokens: int) -> None:
         """block_ids is the request's whole table, hits in the engine's own cache first."""
         self._unplaced.pop(request.request_id, None)
+        self._coming.discard(request.request_id)
         state = self._requests.get(request.request_id)
         if state is None:
             self._reused(block_ids)
             return
+        state.placed = True
         self._reused(block_ids[state.table_length :])
         state.table_length = len(block_ids)
         if external_tokens <= 0:
@@ -239,6 +245,7 @@ class Scheduler:
                 if tables is not None:
                     self._store_finished(state, tables[0], state.request.num_computed_tokens + scheduled)
         self._release_leases()
+        self._bring_up()
         self._spill(self._holds.over_share(), "share")
         # The engine had no room for what is left over here.
         self._spill(self._holds.give_back(sum(self._unplaced.values())), "pressure")
@@ -312,6 +319,7 @@ class Scheduler:
         if state is None:
             return False, None
         self._unplaced.pop(request.request_id, None)
+        self._coming.discard(request.request_id)
         if state.match is not None:
             self._leases.add(request.request_id)
         loading = request.request_id in self._loads
@@ -366,6 +374,21 @@ class Scheduler:
             for at in range(0, len(leases), RELEASES_MAX):
                 release = pb.ReleaseLease(request_ids=leases[at : at + RELEASES_MAX])
                 attachment.send(pb.SessionRequest(release_lease=release))
+
+    def _bring_up(self) -> None:
+        """What the next requests will load comes up from the drives while they wait for a place. Those that have one by now load it themselves."""
+        while len(self._coming) < COMING_MAX and self._matcher.on_drive:
+            match = self._matcher.on_drive.popleft()
+            state = self._requests.get(match.request_id)
+            target = self._session.space_id(match.generation)
+            if state is None or state.match is not match or state.placed or target is None or match.generation != self._generation:
+                continue
+            attachment, space_id = target
+            most = attachment.welcome.load_blocks_max or len(match.hashes)
+            prefetch = pb.Prefetch(space_id=space_id, hashes=b"".join(match.hashes[:most]))
+            if attachment.send(pb.SessionRequest(prefetch=prefetch)):
+                self._coming.add(match.request_id)
+                self._tallies.add("prefetched_requests")
 
     # ---- the rest ----
 
