@@ -9,6 +9,7 @@ import (
 	"github.com/kvferry/kvferry/tiers"
 	"github.com/kvferry/kvferry/tiers/nvme"
 	"github.com/kvferry/kvferry/tiers/policy"
+	"github.com/kvferry/kvferry/tiers/pool"
 )
 
 // drivesMax bounds the drives of a node.
@@ -46,7 +47,7 @@ func (c *Config) validateDrives() error {
 	if len(c.NVMe.Drives) > drivesMax {
 		return fmt.Errorf("nvme.drives: %d: at most %d", len(c.NVMe.Drives), drivesMax)
 	}
-	paths := map[string]bool{}
+	paths, slabs := map[string]bool{}, uint64(c.Pool.Size/c.Pool.Slab)
 	for i, d := range c.NVMe.Drives {
 		key := fmt.Sprintf("nvme.drives[%d]", i)
 		switch {
@@ -58,6 +59,9 @@ func (c *Config) validateDrives() error {
 			return errors.New(key + ".size: must be set: there is no default")
 		}
 		paths[filepath.Clean(d.Path)] = true
+		if slabs += uint64(d.Size / max(c.NVMe.Slab, 1)); slabs > pool.SlabsMax {
+			return fmt.Errorf("nvme.slab: %v: pool and drives have more than %d slabs: make it larger", c.NVMe.Slab, pool.SlabsMax)
+		}
 		if err := c.drive(d, nil).Validate(); err != nil {
 			return fmt.Errorf("%s: %w", key, err)
 		}

@@ -3,6 +3,7 @@ package daemon
 import (
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -145,4 +146,37 @@ func TestPressure(t *testing.T) {
 	}
 	_ = s.Close()
 	n.nothingHeld()
+}
+
+// A drive that is not there stops nobody, and is used when it has come.
+func TestAbsentDrive(t *testing.T) {
+	var missing string
+	n := newNode(t, withDrives(t, 2, 64<<20), func(c *Config) {
+		missing = filepath.Join(filepath.Dir(c.NVMe.Drives[0].Path), "not-mounted")
+		c.NVMe.Drives[0].Path = filepath.Join(missing, "a")
+	})
+	st, err := n.admin().Status(t.Context(), &pb.StatusRequest{})
+	if err != nil || st.Health != pb.Health_HEALTH_DEGRADED || len(st.Problems) != 1 || !strings.Contains(st.Problems[0].Reason, "not used") {
+		t.Fatalf("%v, %v", st, err)
+	}
+	s, m := n.attach(worker)
+	hashes, parents := prompt(40, 1)
+	store(t, s, m, 0, hashes, parents)
+	n.onDrives(40)
+	if err := os.Mkdir(missing, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	n.retryDrives()
+	if st, err = n.admin().Status(t.Context(), &pb.StatusRequest{}); err != nil || st.Health != pb.Health_HEALTH_OK {
+		t.Fatalf("%v, %v", st, err)
+	}
+	more, parents := prompt(40, 1000)
+	store(t, s, m, 0, more, parents)
+	n.onDrives(80)
+	if drives := n.ledger.Stats().Drives; len(drives) != 2 || drives[0].Blocks == 0 || drives[1].Blocks == 0 {
+		t.Errorf("%+v", drives)
+	}
+	if r := load(t, s, m, 100, more, nil); ready(r) != 40 {
+		t.Errorf("%v", r.Status)
+	}
 }

@@ -40,6 +40,9 @@ func (c collector) drives(ch chan<- prometheus.Metric, st tiers.Stats) {
 	}
 	var used, free uint64
 	for i, d := range drives {
+		if i >= len(st.Drives) {
+			break // came since
+		}
 		s, v := st.Drives[i], d.Device
 		used, free = used+s.UsedBytes, free+s.FreeBytes
 		put(driveBytes, prometheus.GaugeValue, float64(s.UsedBytes), d.Name, "used")

@@ -35,6 +35,7 @@ const (
 	Demoted                      // from DRAM; NVMe has it
 	Dropped                      // by force: somebody asked for it
 	Incomplete                   // it lacked a shard for too long
+	Forced                       // to make room where nothing else could leave; its descendants cannot be matched
 	Reclaimed                    // its slab went to another slot length
 	Broken                       // by force: its bytes were not what was stored, or could not be read
 )
@@ -51,6 +52,8 @@ func (r Reason) String() string {
 		return "dropped"
 	case Incomplete:
 		return "incomplete"
+	case Forced:
+		return "forced"
 	case Reclaimed:
 		return "reclaimed"
 	case Broken:

@@ -120,10 +120,14 @@ func (p *plan) relieve(d Down, c *class) {
 		switch {
 		case l.isIn(r, policy.NVMe), !l.isIn(r, policy.DRAM):
 			l.leaveLocked(id, policy.DRAM)
+		case l.orphansLocked(id, policy.DRAM):
+			if !p.chain(id, true) {
+				return
+			}
 		case !l.admitLocked(p.now, id):
 			l.counts.NotAdmitted++
 			l.leaveLocked(id, policy.DRAM)
-		case !p.worth(id):
+		case !p.worth(id, false):
 			l.counts.NotWorth++
 			l.leaveLocked(id, policy.DRAM)
 		case !p.chain(id, true):
@@ -176,7 +180,7 @@ func (p *plan) idleBlock(d Down, id recordID, before int64) {
 			l.counts.NotAdmitted++
 			return
 		}
-		if p.worth(id) {
+		if p.worth(id, true) {
 			p.chain(id, d.Move)
 		}
 		return
@@ -192,8 +196,9 @@ func (p *plan) idleBlock(d Down, id recordID, before int64) {
 	}
 }
 
-// worth tells whether a drive has room for a block, or something that is to leave before it. Else what is idle in DRAM and what lies on a full drive would take each other's place for ever.
-func (p *plan) worth(id recordID) bool {
+// worth tells whether a drive has room for a block, or something that is to leave before it. What stays in DRAM takes nobody's place that was used later, whatever the policy says: else what is idle in DRAM and
+// what lies on a full drive would take each other's place for ever.
+func (p *plan) worth(id recordID, stays bool) bool {
 	l := p.l
 	k, ok := l.driveForLocked(id)
 	if !ok {
@@ -205,6 +210,9 @@ func (p *plan) worth(id recordID) bool {
 	}
 	now := p.now.UnixNano()
 	victim, ok := c.leaves.Next(now)
+	if ok && stays && l.Stamp(victim) >= l.Stamp(id) {
+		return false
+	}
 	return !ok || l.policy.Before(now, l, victim, id) // where nothing may leave, chain says so
 }
 
@@ -237,6 +245,7 @@ func (p *plan) block(id recordID, leaves bool) bool {
 	if !ok {
 		return false
 	}
+	l.lastDrive = int(k) - 1
 	r := l.recs.at(id)
 	e := &l.spaces[r.space]
 	c, memory := l.class(l.stores[k], e.slotBytes), l.classOfLocked(id, policy.DRAM)
@@ -293,15 +302,11 @@ func (l *Ledger) driveForLocked(id recordID) (StoreID, bool) {
 			continue
 		}
 		if c := st.classes[slotBytes]; st.freeSlabs > 0 || (c != nil && len(c.free) > 0) {
-			l.lastDrive = int(k) - 1
 			return k, true
 		}
 		if open == 0 {
 			open = k
 		}
-	}
-	if open != 0 {
-		l.lastDrive = int(open) - 1
 	}
 	return open, open != 0
 }

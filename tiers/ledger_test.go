@@ -57,6 +57,10 @@ func newWorld(t *testing.T, seed uint64) *world {
 		cfg.Drives = append(cfg.Drives, tierstest.NewSlots(1+w.r.IntN(12), 1<<20))
 	}
 	cfg.Limits.Changes = 1000
+	var err error
+	if cfg.Policy, err = policy.New([]string{"lru", "s3fifo", "reuse"}[w.r.IntN(3)], 100); err != nil {
+		t.Fatal(err)
+	}
 	w.l = tiers.New(cfg)
 	for i, s := range []tiers.SpaceShape{{Shards: 1, ShardBytes: 64 << 10}, {Shards: 2, ShardBytes: 64 << 10}, {Shards: 1, ShardBytes: 200_000}} {
 		s.ID = kvferry.SpaceID{byte(i + 1)}

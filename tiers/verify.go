@@ -82,7 +82,11 @@ func (l *Ledger) SlotsIn(id StoreID) int {
 }
 
 // Stores is how many there are: the pool, and the drives.
-func (l *Ledger) Stores() int { return len(l.stores) } // never modified after New
+func (l *Ledger) Stores() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return len(l.stores)
+}
 
 // TierOfStore is the tier that a store is in, as policy.DRAM or policy.NVMe.
 func TierOfStore(id StoreID) int {

@@ -36,6 +36,7 @@ type Admin struct {
 	Local      *mover.Link
 	Tiering    *tiering.Tiering // nil: there are no drives
 	Manual     *tiering.Manual
+	Absent     func() []AbsentDrive
 	PoolPath   string
 	Counters   *counters.Set
 	Draining   func() time.Time // since when; zero: it does not
@@ -97,10 +98,10 @@ func LedgerCounters(c tiers.Counts) []counters.Count {
 		return counters.Count{Key: counters.Key{Name: name, Reason: reason}, Value: v}
 	}
 	return []counters.Count{
-		n("lookup_blocks", "dram", c.DRAM), n("lookup_blocks", "nvme", c.NVMe), n("lookup_blocks", "peer", c.Peer), n("lookup_blocks", "miss", c.Missed), n("removed_blocks", "evicted", c.Evicted), n("removed_blocks", "dropped", c.Dropped),
+		n("lookup_blocks", "dram", c.DRAM), n("lookup_blocks", "nvme", c.NVMe), n("lookup_blocks", "peer", c.Peer), n("lookup_blocks", "miss", c.Missed), n("removed_blocks", "evicted", c.Evicted), n("removed_blocks", "dropped", c.Dropped), n("removed_blocks", "forced", c.Forced),
 		n("removed_blocks", "incomplete", c.Incomplete), n("slabs", "reclaimed", c.Reclaimed),
 		n("removed_blocks", "released", c.Released), n("removed_blocks", "drive_evicted", c.DriveEvicted), n("moved_shards", "demoted", c.Demoted), n("moved_shards", "promoted", c.Promoted),
-		n("not_admitted_blocks", "write_budget", c.NotAdmitted),
+		n("not_admitted_blocks", "write_budget", c.NotAdmitted), n("not_admitted_blocks", "drive_full", c.NotWorth),
 	}
 }
 

@@ -22,6 +22,12 @@ func healthProto(s health.State) pb.Health {
 	return map[health.State]pb.Health{health.OK: pb.Health_HEALTH_OK, health.Degraded: pb.Health_HEALTH_DEGRADED, health.Probing: pb.Health_HEALTH_PROBING}[s]
 }
 
+// AbsentDrive is one that is configured and could not be opened.
+type AbsentDrive struct {
+	Path, Reason string
+	Since        time.Time
+}
+
 // driveProblems are drives that are not used, or only in part.
 func (a *Admin) driveProblems() (out []*pb.Problem) {
 	for _, d := range a.Tiering.Drives() {
@@ -31,6 +37,9 @@ func (a *Admin) driveProblems() (out []*pb.Problem) {
 		case d.Slow != "":
 			out = append(out, &pb.Problem{Component: "drive " + d.Name, Reason: d.Slow, SinceUnixMs: d.SlowSince.UnixMilli(), NextCommand: "kvferry tiers"})
 		}
+	}
+	for _, d := range a.Absent() {
+		out = append(out, &pb.Problem{Component: "drive " + d.Path, Reason: "not used: " + d.Reason, SinceUnixMs: d.Since.UnixMilli(), NextCommand: "kvferry tiers"})
 	}
 	return out
 }
@@ -46,6 +55,9 @@ func (a *Admin) Tiers(context.Context, *pb.TiersRequest) (*pb.TiersResponse, err
 		}},
 	}
 	for i, d := range a.Tiering.Drives() {
+		if i >= len(st.Drives) {
+			break // came since
+		}
 		s, v := st.Drives[i], d.Device
 		engine := v.Engine
 		if v.Why != "" {
@@ -61,6 +73,9 @@ func (a *Admin) Tiers(context.Context, *pb.TiersRequest) (*pb.TiersResponse, err
 			info.SinceUnixMs = d.Since.UnixMilli()
 		}
 		r.Stores = append(r.Stores, info)
+	}
+	for _, d := range a.Absent() {
+		r.Stores = append(r.Stores, &pb.StoreInfo{Tier: kvferry.NVMe.String(), Name: d.Path, Health: pb.Health_HEALTH_DEGRADED, Reason: "could not be opened: " + d.Reason, SinceUnixMs: d.Since.UnixMilli()})
 	}
 	return r, nil
 }

@@ -21,6 +21,7 @@ import (
 	"github.com/kvferry/kvferry/daemon/tiering"
 	"github.com/kvferry/kvferry/tiers"
 	"github.com/kvferry/kvferry/tiers/nvme"
+	"github.com/kvferry/kvferry/tiers/policy"
 	"github.com/kvferry/kvferry/tiers/pool"
 	"github.com/kvferry/kvferry/transport"
 )
@@ -95,6 +96,9 @@ func (n *node) start() {
 	onDisks := n.openDisks(d)
 	cfg := tiers.Config{Pool: d.slots, Limits: tiers.DefaultLimits}
 	cfg.Limits.Changes = 4096
+	if cfg.Policy, err = policy.New([]string{"lru", "reuse", "s3fifo"}[n.w.seed/3%3], 200); err != nil {
+		n.w.fatalf("policy: %v", err)
+	}
 	for _, k := range d.drives {
 		cfg.Drives = append(cfg.Drives, k)
 	}

@@ -50,7 +50,7 @@ func (t *Tiering) probe(d *drive) {
 func (t *Tiering) Worth(now time.Time, restore, compute time.Duration) bool {
 	slower := compute > 0 && restore > compute
 	worth := !slower
-	for _, d := range t.drives {
+	for _, d := range t.all() {
 		if !slower {
 			d.slow.Success()
 		} else if d.slow.Allow(now) {
@@ -86,7 +86,7 @@ func (t *Tiering) Drives() []DriveView {
 		return nil
 	}
 	var out []DriveView
-	for _, d := range t.drives {
+	for _, d := range t.all() {
 		v := DriveView{Name: d.name, Rate: d.rate.now(), Link: d.link.Stats(), Device: d.device.Stats()}
 		v.State, v.Reason, v.Since = d.health.View()
 		if s, why, since := d.slow.View(); s != health.OK {

@@ -80,6 +80,9 @@ func newRoom(whole uint64, c Cursor) room {
 func (r *room) take(bytes uint64) { r.left -= min(r.left, bytes) }
 
 func (r *room) moved() uint64 {
+	if r.left == 0 {
+		return movedWhole
+	}
 	return uint64(math.Ceil((1 - float64(r.left)/float64(r.whole)) * movedWhole))
 }
 

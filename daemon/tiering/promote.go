@@ -127,7 +127,7 @@ const prefetchDeadline = 30 * time.Second
 // Restore is about how long it takes to bring so many bytes up; 0 while that was not measured. The drives share the work.
 func (t *Tiering) Restore(bytes uint64) time.Duration {
 	var rate float64
-	for _, d := range t.drives {
+	for _, d := range t.all() {
 		rate += d.rate.now()
 	}
 	if rate == 0 {

@@ -100,8 +100,12 @@ func (v *verifier) add(d Verification) {
 
 func (v *verifier) run(ctx context.Context) {
 	l := v.m.Ledger
+	var drives []*drive
+	if v.m.Tiering != nil {
+		drives = v.m.Tiering.all()
+	}
 	var stores []tiers.StoreID
-	for i := range l.Stores() {
+	for i := range min(l.Stores(), 1+len(drives)) { // those that come later are not read
 		if id := tiers.StoreID(i); v.tier == policy.NumTiers || v.tier == tiers.TierOfStore(id) {
 			stores = append(stores, id)
 			v.add(Verification{Total: l.SlotsIn(id)})
@@ -111,7 +115,7 @@ func (v *verifier) run(ctx context.Context) {
 		if tiers.TierOfStore(id) == policy.DRAM {
 			v.pool(ctx, id)
 		} else {
-			v.drive(ctx, id, v.m.Tiering.drives[id-1])
+			v.drive(ctx, id, drives[id-1])
 		}
 	}
 }
