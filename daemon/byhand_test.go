@@ -20,8 +20,6 @@ import (
 
 var everything = &pb.BlockSelection{All: true}
 
-func only(h kvferry.Hash) *pb.BlockSelection { return &pb.BlockSelection{HashPrefix: h[:]} }
-
 // demote asks until all is done.
 func demote(t *testing.T, a pb.AdminClient, sel *pb.BlockSelection, move bool) *pb.DemoteResponse {
 	t.Helper()

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"github.com/kvferry/kvferry/tiers"
@@ -79,4 +80,20 @@ func (c *Config) drive(d DriveConfig, memory []byte) nvme.Config {
 // down is what goes from DRAM to the drives.
 func (c *Config) down() tiers.Down {
 	return tiers.Down{Idle: time.Duration(c.DRAM.Idle), Move: c.DRAM.OnIdle == "move", High: c.DRAM.High, Low: c.DRAM.Low}
+}
+
+// ParseDrives reads drives that are written as FILE=SIZE.
+func ParseDrives(list []string) (out []DriveConfig, err error) {
+	for _, s := range list {
+		i := strings.LastIndexByte(s, '=')
+		if i < 0 {
+			return nil, fmt.Errorf("%q is not FILE=SIZE", s)
+		}
+		d := DriveConfig{Path: s[:i]}
+		if d.Size, err = ParseBytes(s[i+1:]); err != nil {
+			return nil, fmt.Errorf("%q: %w", s, err)
+		}
+		out = append(out, d)
+	}
+	return out, nil
 }

@@ -2,6 +2,7 @@ package tiers
 
 import (
 	"bytes"
+	"slices"
 	"time"
 
 	"github.com/kvferry/kvferry"
@@ -25,7 +26,7 @@ type Explanation struct {
 
 // Explain tells of up to limit blocks whose hash begins with a prefix: of those that are here, then of those that were removed lately.
 func (l *Ledger) Explain(now time.Time, sel Selection, limit int) []Explanation {
-	views, _ := l.Blocks(now, sel.Space, sel.Prefix, limit)
+	views := l.named(now, sel, limit)
 	var out []Explanation
 	here := map[spaceHash]bool{}
 	for i := range views {
@@ -49,6 +50,26 @@ func (l *Ledger) Explain(now time.Time, sel Selection, limit int) []Explanation 
 			out = append(out, Explanation{Space: c.Space, Hash: c.Hash, Removed: &c})
 		}
 	}
+	return out
+}
+
+// named is what is here of chosen blocks. A whole hash is looked up, where Blocks would go over all of them.
+func (l *Ledger) named(now time.Time, sel Selection, limit int) (out []BlockView) {
+	if len(sel.Prefix) != kvferry.HashSize {
+		out, _ = l.Blocks(now, sel.Space, sel.Prefix, limit)
+		return out
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for space, ref := range l.byID {
+		if len(out) == limit {
+			break
+		}
+		if id := l.index.find(ref, (*kvferry.Hash)(sel.Prefix)); id != 0 && l.recs.at(id).slots != 0 && (sel.Space == nil || *sel.Space == space) {
+			out = append(out, l.viewLocked(now, id, map[recordID]bool{}))
+		}
+	}
+	slices.SortFunc(out, func(a, b BlockView) int { return bytes.Compare(a.Space[:], b.Space[:]) })
 	return out
 }
 

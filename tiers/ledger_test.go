@@ -143,7 +143,8 @@ func (w *world) step() {
 
 // selection is a few blocks of one space or all.
 func (w *world) selection() tiers.Selection {
-	sel := tiers.Selection{Prefix: w.chain()[0].Hash[:w.r.IntN(2)]}
+	blocks := w.chain()
+	sel := tiers.Selection{Prefix: blocks[len(blocks)-1].Hash[:[]int{0, 1, kvferry.HashSize}[w.r.IntN(3)]]}
 	if w.r.IntN(2) == 0 {
 		sel.Space = &kvferry.SpaceID{byte(1 + w.r.IntN(3))}
 	}

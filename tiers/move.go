@@ -1,7 +1,6 @@
 package tiers
 
 import (
-	"math"
 	"time"
 
 	"github.com/kvferry/kvferry"
@@ -32,9 +31,6 @@ type Moves struct {
 	// NoRoom, of a promotion, counts blocks that are on a drive and have no room in DRAM.
 	NoRoom int
 }
-
-// moveOwner owns the pins of moves.
-const moveOwner Owner = math.MaxUint64
 
 // BeginPromote takes a DRAM slot for every block whose shard is on a drive and not in DRAM, and pins it there. hashes is packed.
 func (l *Ledger) BeginPromote(now time.Time, space SpaceRef, shard uint16, hashes []byte) Moves {

@@ -74,7 +74,7 @@ func (l *Ledger) PlanDemote(now time.Time, sel Selection, from Cursor, bytes uin
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.now = now.UnixNano()
-	p := &plan{l: l, now: now}
+	p := &plan{l: l, now: now, byHand: true}
 	none, may := bytes == 0, min(changedMax, l.mayMoveLocked())
 	var out DownPart
 	out.Next = l.walkLocked(from, &sel, func(id recordID) bool {
@@ -98,7 +98,7 @@ func (l *Ledger) PlanDemote(now time.Time, sel Selection, from Cursor, bytes uin
 			out.Busy = true
 			return false
 		}
-		ok := p.chain(id, false)
+		ok := p.chain(id, false) == done
 		bytes -= min(bytes, uint64(len(p.out.List)-n)*slotBytes)
 		switch {
 		case ok:

@@ -72,9 +72,13 @@ func (a *app) demote() *cobra.Command {
 				sum.Left, sum.NoRoom, sum.UnderWay = sum.Left+r.GetLeft(), sum.NoRoom+r.GetNoRoom(), sum.UnderWay+r.GetUnderWay()
 				return r.GetNext(), err
 			}, func() bool { return sum.Failed == 0 && sum.NoRoom == 0 }, func(w io.Writer) error {
-				fmt.Fprintf(w, "copied %s to the drives; %s there already\n", plural(sum.Blocks, "shard", "shards"), are(sum.Present, "block"))
+				fmt.Fprintf(w, "copied %s to the drives; %s there already, or came there before a descendant\n", plural(sum.Blocks, "shard", "shards"), are(sum.Present, "block"))
 				if move {
-					fmt.Fprintf(w, "%s left DRAM\n", plural(sum.Left, "block", "blocks"))
+					fmt.Fprintf(w, "%s left DRAM", plural(sum.Left, "block", "blocks"))
+					if sum.Left < sum.Present { // blocks of several shards count more than once among the copies
+						fmt.Fprint(w, "; what is leased, or has descendants there, stays")
+					}
+					fmt.Fprintln(w)
 				}
 				return failures(w, sum.Failed, sum.NoRoom, sum.UnderWay, "the drives have no room for", "block", "blocks")
 			})

@@ -97,8 +97,8 @@ func (a *app) root() *cobra.Command {
 	f.StringVar(&a.path, "socket", path, "the daemon's Admin socket; $KVFERRY_ADMIN_SOCKET where that is set")
 	f.StringVarP(&a.output, "output", "o", "table", "table or json")
 	f.DurationVar(&a.timeout, "timeout", 5*time.Second, "how long the daemon may take to answer")
-	root.AddCommand(a.status(), a.workers(), a.spaces(), a.blocks(), a.offers(), a.fetches(), a.tiers(), a.evict(), a.demote(), a.prefetch(), a.verify(), a.explain(), a.trace(),
-		a.simulate(), a.size(), a.config(), a.version())
+	root.AddCommand(a.status(), a.workers(), a.spaces(), a.blocks(), a.offers(), a.fetches(), a.tiers(), a.evict(), a.demote(), a.prefetch(), a.verify(), a.explain(), a.trace(), a.simulate(), a.size(),
+		a.config(), a.version())
 	root.CompletionOptions.HiddenDefaultCmd = true
 	return root
 }

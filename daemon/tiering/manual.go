@@ -145,7 +145,11 @@ func (m *Manual) Demote(ctx context.Context, sel tiers.Selection, move bool, fro
 		if part.Busy && len(part.List) == 0 {
 			pause(ctx, busyWait)
 		}
-		if next = next.after(part.Next, room.moved()); next == 0 {
+		var gaveUp bool
+		if next, gaveUp = next.after(part.Next, room.moved()); gaveUp {
+			out.NoRoom++
+		}
+		if next == 0 {
 			if !move {
 				return out, 0, nil
 			}
@@ -175,15 +179,15 @@ func pause(ctx context.Context, d time.Duration) {
 	}
 }
 
-// after is where a Demote goes on. With the same block it does so for long chains, and while others move as much as may be; not for ever.
-func (c Cursor) after(at tiers.Cursor, moved uint64) Cursor {
+// after is where a Demote goes on. With the same block it does so for long chains, and while others move as much as may be; not for ever: then it gives that block up.
+func (c Cursor) after(at tiers.Cursor, moved uint64) (next Cursor, gaveUp bool) {
 	if at == 0 || at != c.ledger() {
-		return newCursor(at, moved, 0)
+		return newCursor(at, moved, 0), false
 	}
 	if again := c.again() + 1; again < againMax {
-		return newCursor(at, moved, again)
+		return newCursor(at, moved, again), false
 	}
-	return newCursor(at+1, moved, 0)
+	return newCursor(at+1, moved, 0), true
 }
 
 // Prefetched is what became of a Prefetch, in shards.

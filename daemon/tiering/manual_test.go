@@ -228,7 +228,7 @@ func TestCursors(t *testing.T) {
 	if c.ledger() != 0xfffffffe || c.moved() != movedWhole || c.again() != againMax-1 || c&cursorRelease != 0 {
 		t.Errorf("%x", uint64(c))
 	}
-	if n := c.after(0xfffffffe, 3); n.ledger() != 0xffffffff || n.again() != 0 || n.moved() != 3 {
+	if n, gaveUp := c.after(0xfffffffe, 3); n.ledger() != 0xffffffff || n.again() != 0 || n.moved() != 3 || !gaveUp {
 		t.Errorf("after the last try: %x", uint64(n))
 	}
 	if r := newRoom(1<<43, newCursor(1, 1<<17, 0)); r.left != 1<<42 {

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -34,6 +35,42 @@ const (
 	drivePrompts = 24 // of 32 blocks of 64 KiB: 48 MiB through a pool of 32
 )
 
+// drivePaths are the files of a node's drives.
+func drivePaths(dir string) []string {
+	return []string{filepath.Join(dir, "nvme0"), filepath.Join(dir, "nvme1")}
+}
+
+// driveYAML configures two small drives, which blocks go to as soon as they are idle or the pool is two thirds full.
+func driveYAML(dir, idle string) string {
+	d := drivePaths(dir)
+	return fmt.Sprintf("nvme: {slab: 8MiB, reserve: 0, drives: [{path: %s, size: %d}, {path: %s, size: %d}]}\ndram: {idle: %s, high: 0.7, low: 0.5}\n", d[0], driveBytes, d[1], driveBytes, idle)
+}
+
+// checkDrives: the files are not longer than configured, and blocks have gone through them.
+func (r *rig) checkDrives(n *Node) {
+	r.Helper()
+	for _, path := range drivePaths(n.Dir) {
+		st, err := os.Stat(path)
+		r.must(err)
+		if used := st.Sys().(*syscall.Stat_t).Blocks * 512; st.Size() > driveBytes || used > driveBytes+1<<20 {
+			r.Errorf("%s has %d bytes and takes %d, of %d", path, st.Size(), used, driveBytes)
+		}
+	}
+	r.must(n.Admin(func(c kvferryv1.AdminClient) error {
+		t, err := c.Tiers(r.Context(), &kvferryv1.TiersRequest{})
+		if err != nil {
+			return err
+		}
+		r.Logf("%s: %d shards went down to the drives and %d came up since its daemon's start", n.Name, t.DemotedShards, t.PromotedShards)
+		for _, s := range t.Stores {
+			if s.UsedBytes+s.FreeBytes != s.CapacityBytes || s.Health != kvferryv1.Health_HEALTH_OK {
+				r.Errorf("%v", s)
+			}
+		}
+		return nil
+	}))
+}
+
 func newDriveRig(t *testing.T) *driveRig {
 	t.Helper()
 	dir, shm := t.TempDir(), ""
@@ -42,9 +79,8 @@ func newDriveRig(t *testing.T) *driveRig {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(shm) })
-	r := &driveRig{T: t, drives: []string{filepath.Join(dir, "nvme0"), filepath.Join(dir, "nvme1")}}
-	extra := fmt.Sprintf("nvme: {slab: 8MiB, reserve: 0, drives: [{path: %s, size: %d}, {path: %s, size: %d}]}\ndram: {idle: 1s, high: 0.7, low: 0.5}\n",
-		r.drives[0], driveBytes, r.drives[1], driveBytes)
+	r := &driveRig{T: t, drives: drivePaths(dir)}
+	extra := driveYAML(dir, "1s")
 	r.config = NodeConfig{Daemon: daemonPath, Name: "a", Dir: dir, PoolPath: filepath.Join(shm, "pool"), PoolBytes: 34 << 20, SlabBytes: 8 << 20, Listen: "127.0.0.1", Extra: extra}
 	r.start()
 	t.Cleanup(func() { r.node.Kill() })
