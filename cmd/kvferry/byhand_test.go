@@ -15,6 +15,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	kvferryv1 "github.com/kvferry/kvferry/proto/kvferry/v1"
+	"github.com/kvferry/kvferry/tiers/replay"
 )
 
 // What is asked of the daemon is what was given, and goes on until all is done.
@@ -82,14 +83,14 @@ func traced() *canned {
 		return &kvferryv1.TraceResponse{AtUnixMs: before(0) + ms, SpaceId: id(space, 32), BlockTokens: 16, Hashes: pack(ids...), Dropped: dropped, RequestId: request, Instance: "prefill-0"}
 	}
 	c.trace = []*kvferryv1.TraceResponse{
-		look(0, 0x3f, "a", 0, 1, 2, 3), look(4, 0x3e, "x", 0, 9), look(5, 0x3f, "a", 0, 1, 2, 3), look(6, 0x3f, "short", 0), look(70, 0x3f, "b", 2, 1, 2, 4, 5), look(71, 0x3f, "c", 0, 7), look(72, 0x3f, "d", 0, 7),
+		look(0, 0x3f, "a", 0, 1, 2, 3), look(4, 0x3e, "x", 0, 9), look(5, 0x3f, "a", 0, 1, 2, 3), look(6, 0x3f, "short", 0), look(70, 0x3f, "b", 2, 1, 2, 4, 5), look(69, 0x3f, "c", 0, 7), look(72, 0x3f, "d", 0, 7),
 	}
 	return c
 }
 
 const tracedLines = `{"timestamp":0,"input_length":48,"output_length":0,"hash_ids":[0,1,2]}
 {"timestamp":70,"input_length":64,"output_length":0,"hash_ids":[0,1,3,4]}
-{"timestamp":71,"input_length":16,"output_length":0,"hash_ids":[5]}
+{"timestamp":70,"input_length":16,"output_length":0,"hash_ids":[5]}
 `
 
 func TestTraceRecord(t *testing.T) {
@@ -110,6 +111,12 @@ func TestTraceRecord(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer f.Close()
+	if trace, err := replay.Read(f, 0); err != nil || len(trace.Requests) != 3 || trace.Unique() != 6 || trace.BlockTokens != 16 || trace.Asked != 8 { // as simulate does
+		t.Errorf("%+v %v", trace, err)
+	}
+	if _, err := f.Seek(0, io.SeekStart); err != nil {
+		t.Fatal(err)
+	}
 	z, err := gzip.NewReader(f)
 	if err != nil {
 		t.Fatal(err)

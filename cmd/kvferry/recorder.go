@@ -38,6 +38,7 @@ type recorder struct {
 	zip    *gzip.Writer // nil: not compressed
 	lines  *json.Encoder
 	first  int64
+	last   int64 // timestamp that was written
 	ids    map[hashName]uint64
 	seen   map[string]bool
 	oldest []string // of seen, in the order of their coming
@@ -78,11 +79,15 @@ func (r *recorder) add(m *kvferryv1.TraceResponse) error {
 		r.repeated++
 		return nil
 	}
+	if m.BlockTokens == 0 {
+		return fmt.Errorf("the daemon does not know how many tokens a block of space %s has", shortID(m.SpaceId))
+	}
 	if r.requests == 0 {
 		r.first = m.AtUnixMs
 	}
+	r.last = max(r.last, m.AtUnixMs-r.first) // look-ups that run side by side may be told the other way round
 	n := len(m.Hashes) / hashBytes
-	line := traceLine{Timestamp: max(m.AtUnixMs-r.first, 0), InputLength: uint64(n) * uint64(m.BlockTokens), HashIDs: make([]uint64, n)}
+	line := traceLine{Timestamp: r.last, InputLength: uint64(n) * uint64(m.BlockTokens), HashIDs: make([]uint64, n)}
 	for i := range n {
 		name := hashName(m.Hashes[i*hashBytes:])
 		id, ok := r.ids[name]

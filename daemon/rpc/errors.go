@@ -12,7 +12,6 @@ import (
 	"github.com/kvferry/kvferry/daemon/session"
 	"github.com/kvferry/kvferry/daemon/tiering"
 	"github.com/kvferry/kvferry/tiers"
-	"github.com/kvferry/kvferry/tiers/nvme"
 	"github.com/kvferry/kvferry/transport"
 )
 
@@ -21,6 +20,7 @@ var table = []struct {
 	err  error
 	code codes.Code
 }{
+	{tiering.ErrNotDurable, codes.Aborted}, // whatever the reason was
 	{session.ErrInvalid, codes.InvalidArgument},
 	{session.ErrState, codes.FailedPrecondition},
 	{session.ErrLimit, codes.ResourceExhausted},
@@ -38,7 +38,6 @@ var table = []struct {
 	{tiers.ErrSpace, codes.InvalidArgument},
 	{tiering.ErrNoDrives, codes.FailedPrecondition},
 	{tiering.ErrVerifying, codes.ResourceExhausted},
-	{nvme.ErrDevice, codes.Unavailable},
 	{mover.ErrBusy, codes.ResourceExhausted},
 	{transport.ErrLink, codes.Unavailable},
 	{transport.ErrRefused, codes.NotFound},

@@ -12,6 +12,7 @@ import (
 	"github.com/kvferry/kvferry"
 	"github.com/kvferry/kvferry/daemon/counters"
 	"github.com/kvferry/kvferry/tiers"
+	"github.com/kvferry/kvferry/tiers/policy"
 	"github.com/kvferry/kvferry/transport"
 )
 
@@ -19,6 +20,8 @@ import (
 var (
 	// ErrNoDrives is returned for what needs drives where there are none. A retry is useless.
 	ErrNoDrives = errors.New("tiering: this node has no drives (nvme.drives)")
+	// ErrNotDurable is returned when blocks are evicted, but a drive may bring them back after a crash. Whatever is evicted or written there next makes it durable.
+	ErrNotDurable = errors.New("tiering: not durable")
 	// ErrVerifying is returned while everything is being read back for somebody else. A retry may succeed later.
 	ErrVerifying = errors.New("tiering: a verification is running already")
 )
@@ -41,7 +44,7 @@ type Manual struct {
 	Log      *slog.Logger
 
 	verifying sync.Mutex
-	readers   sync.WaitGroup // of verifications
+	running   sync.WaitGroup // what may go on when a call has returned
 }
 
 // Cursor is where to go on; 0: at the beginning, and at the end.
@@ -106,14 +109,25 @@ func (m *Manual) Evict(ctx context.Context, sel tiers.Selection, tier int, from 
 	if blocks > 0 {
 		m.Log.Info("blocks were evicted by hand", "blocks", blocks)
 	}
-	if m.Tiering == nil || blocks == 0 {
+	if m.Tiering == nil || blocks == 0 || tier == policy.DRAM {
 		return blocks, next, nil
 	}
-	// Not under ctx: what is gone here must not come back after a crash because a caller had no patience.
-	if err := m.Tiering.Flush(context.WithoutCancel(ctx)); err != nil {
-		return blocks, next, fmt.Errorf("%d blocks are evicted, but not durably: %w", blocks, err)
+	if err := m.flush(ctx); err != nil {
+		return blocks, next, fmt.Errorf("%w: %d blocks are evicted, and may come back: %w", ErrNotDurable, blocks, err)
 	}
 	return blocks, next, nil
+}
+
+// flush makes durable what was removed from the drives. It goes on where the caller does not wait for it.
+func (m *Manual) flush(ctx context.Context) error {
+	done := make(chan error, 1)
+	m.running.Go(func() { done <- m.Tiering.Flush(context.WithoutCancel(ctx)) })
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
 }
 
 // Demotion is what became of a Demote. Shards, but for NoRoom and Left.

@@ -214,10 +214,22 @@ func TestEvictNotDurable(t *testing.T) {
 		}
 		return nil
 	})
-	if n, _, err := r.m.Evict(t.Context(), tiers.Selection{}, policy.NumTiers, 0); n != 10 || !errors.Is(err, nvme.ErrDevice) {
+	if n, _, err := r.m.Evict(t.Context(), tiers.Selection{}, policy.NumTiers, 0); n != 10 || !errors.Is(err, nvme.ErrDevice) || !errors.Is(err, ErrNotDurable) {
 		t.Error(n, err)
 	}
 	r.device.Inject(nil)
+	release := r.device.Hold(nvmetest.OpSync)
+	fills := r.ledger.BeginFill(time.Now(), r.ref, 0, tierstest.Chain(3, 4))
+	r.ledger.Commit(time.Now(), fills, make([]uint32, len(fills)))
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	if n, _, err := r.m.Evict(ctx, tiers.Selection{}, policy.NumTiers, 0); n != 4 || !errors.Is(err, context.DeadlineExceeded) || !errors.Is(err, ErrNotDurable) {
+		t.Error(n, err) // a drive that hangs does not keep who asked
+	}
+	if n, _, err := r.m.Evict(t.Context(), tiers.Selection{}, policy.DRAM, 0); n != 0 || err != nil {
+		t.Error(n, err)
+	}
+	release()
 	if err := r.m.Tiering.Flush(t.Context()); err != nil {
 		t.Error(err)
 	}

@@ -49,7 +49,7 @@ func (m *Manual) Verify(ctx context.Context, tier int, progress func(Verificatio
 	}
 	v := &verifier{m: m, tier: tier}
 	done := make(chan struct{})
-	m.readers.Go(func() { // of its own: a device that hangs must not keep the caller
+	m.running.Go(func() { // of its own: a device that hangs must not keep the caller
 		defer close(done)
 		defer m.verifying.Unlock()
 		v.run(ctx)
@@ -72,8 +72,8 @@ func (m *Manual) Verify(ctx context.Context, tier int, progress func(Verificatio
 	}
 }
 
-// Close returns when nothing reads the pool any more. The contexts of all calls have ended, and the drives' links are closed.
-func (m *Manual) Close() { m.readers.Wait() }
+// Close returns when nothing reads the pool or uses a drive any more. All calls have returned, and the drives' links are closed.
+func (m *Manual) Close() { m.running.Wait() }
 
 // verifier is one Verify.
 type verifier struct {

@@ -135,7 +135,16 @@ class Attachment:
         return True
 
     def store(
-        self, space_id: bytes, request_id: str, region: int, block_ids: list[int], hashes: bytes, parents: bytes, deadline_ms: int, on_end
+        self,
+        space_id: bytes,
+        request_id: str,
+        region: int,
+        block_ids: list[int],
+        hashes: bytes,
+        parents: bytes,
+        deadline_ms: int,
+        on_end,
+        retention: pb.Retention = pb.RETENTION_NORMAL,
     ) -> Operation:
         """Begins a Store. on_end(operation, OperationEnd) comes once, also when the daemon goes away. Raises Refusal."""
 
@@ -151,6 +160,7 @@ class Attachment:
                     hashes=hashes,
                     parents=parents,
                     deadline_ms=deadline_ms,
+                    retention=retention,
                 )
             )
 

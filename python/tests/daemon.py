@@ -118,6 +118,13 @@ class Daemon:
         tiers = [t["leased_blocks"] + t["pinned_slots"] for t in status["tiers"]]
         return status["workers"] == status["schedulers"] == sum(tiers) == 0
 
+    def blocks(self, tier: str = "dram") -> int:
+        return next((t.get("blocks", 0) for t in self.cli("status")["tiers"] if t["tier"] == tier), 0)
+
+    def counted(self) -> dict[str, int]:
+        """By name and reason, since the daemon's start."""
+        return {f"{c['name']}:{c['reason']}": int(c["value"]) for c in self.cli("status")["counters"]}
+
     def open_offers(self) -> int:
         return self.cli("status")["offers_open"]
 

@@ -392,3 +392,79 @@ def step(llm, times=1):
             break
         ended += [o.request_id for o in llm.llm_engine.step() if o.finished]
     return ended
+
+
+# ---- drives ----
+
+
+def set_load_timeout(llm, ms):
+    import dataclasses
+
+    scheduler = connectors(llm)[0]._scheduler
+    scheduler._config = dataclasses.replace(scheduler._config, load_timeout_ms=ms)
+
+
+def set_pace(llm, block_us):
+    """From now on the engine says that a block takes so long to compute."""
+    pace = connectors(llm)[0]._scheduler._pace
+    pace._block_s, pace.step_ended = block_us / 1e6, lambda: None
+
+
+def press(llm, seconds, seed, shared, own, at_once, count):
+    """Requests side by side, as many as at_once, for so long. A prompt begins with one of the shared parts and goes on with one of that part's own.
+
+    What became of them by reason, blocks asked for, and the longest step.
+    """
+    import random
+
+    rng = random.Random(seed)
+    engine, scheduler = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler
+    reasons, alive, number, longest = {}, 0, 0, 0.0
+    recent = []
+    until = time.monotonic() + seconds
+    while alive or scheduler.has_finished_requests() or time.monotonic() < until:
+        while alive < at_once and time.monotonic() < until:
+            if recent and rng.random() < 0.4:  # the next turn of a conversation
+                prompt = rng.choice(recent)
+            else:
+                i = rng.randrange(len(shared))
+                prompt = shared[i] + own[i][rng.randrange(len(own[i]))]
+            recent = [*recent[-20:], prompt]
+            submit(llm, f"p{seed}-{number}", prompt, count)
+            number, alive = number + 1, alive + 1
+        started = time.monotonic()
+        for output in engine.step():
+            if output.finished:
+                reason = output.outputs[0].finish_reason
+                if len(output.outputs[0].token_ids) != count:
+                    reason = f"{reason} after {len(output.outputs[0].token_ids)} tokens"
+                reasons[reason] = reasons.get(reason, 0) + 1
+                alive -= 1
+        longest = max(longest, time.monotonic() - started)
+    return {"reasons": reasons, "requests": number, "longest_step": longest}
+
+
+def set_prefetches(llm, most):
+    from kvferry.vllm import scheduler
+
+    scheduler.COMING_MAX = most
+
+
+def time_to_first_token_behind(llm, ahead, prompt, count):
+    """Two requests, of which the second waits for the first: seconds from the first one's end to the second one's first token, and the second one's tokens."""
+    submit(llm, "ahead", ahead, count)
+    llm.llm_engine.step()
+    submit(llm, "behind", prompt, 2)
+    done = first = None
+    out = []
+    while llm.llm_engine.has_unfinished_requests():
+        outputs = llm.llm_engine.step()
+        for o in outputs:
+            if o.request_id.startswith("ahead") and o.finished:
+                done = time.monotonic()
+            if o.request_id.startswith("behind") and o.outputs[0].token_ids:
+                first = first or time.monotonic()
+                out = list(o.outputs[0].token_ids)
+        if not outputs:
+            time.sleep(0.001)
+    return {"seconds": first - done, "tokens": out}

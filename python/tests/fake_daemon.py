@@ -36,6 +36,7 @@ class FakeDaemon(engine_pb2_grpc.EngineServicer):
         self.store_gate = threading.Event()  # stores wait for it between copy and commit
         self.store_gate.set()
         self.answer_loads = True
+        self.held: list[tuple[_Session, pb.Load]] | None = None  # Loads that a test answers itself, in parts
         self.answer_matches = threading.Event()
         self.answer_matches.set()
         self.spoil: str | None = None  # "generation", "checksum" or "status": what is wrong with the next loads
@@ -46,6 +47,7 @@ class FakeDaemon(engine_pb2_grpc.EngineServicer):
         self.process: subprocess.Popen | None = None  # whose pidfd is handed out as the daemon's
         self.answer_fetches = True
         self.matches: list[pb.MatchRequest] = []
+        self.nvme_blocks = 0  # of those found, the last ones
         self.peer_blocks = 0  # that peers have beyond what is here
         self.sessions: dict[int, _Session] = {}
         self.tokens: dict[bytes, _Session] = {}
@@ -145,7 +147,8 @@ class FakeDaemon(engine_pb2_grpc.EngineServicer):
             blocks += 1
         self.matches.append(request)
         at_peers = min(self.peer_blocks, len(hashes) - blocks) if request.peers else 0
-        return pb.MatchResponse(blocks=blocks + at_peers, dram_blocks=blocks, peer_blocks=at_peers)
+        on_drive = min(self.nvme_blocks, blocks)
+        return pb.MatchResponse(blocks=blocks + at_peers, dram_blocks=blocks - on_drive, nvme_blocks=on_drive, peer_blocks=at_peers)
 
     def _read(self, session, requests) -> None:
         try:
@@ -154,6 +157,8 @@ class FakeDaemon(engine_pb2_grpc.EngineServicer):
                 kind = message.WhichOneof("message")
                 if kind == "store":
                     threading.Thread(target=self._store, args=(session, message.store), daemon=True).start()
+                elif kind == "load" and self.held is not None:
+                    self.held.append((session, message.load))
                 elif kind == "load" and self.answer_loads:
                     self._load(session, message.load)
                 elif kind == "accept" and self.answer_loads:
@@ -196,24 +201,30 @@ class FakeDaemon(engine_pb2_grpc.EngineServicer):
             session.end(store.operation, pb.OUTCOME_REVOKED)
 
     def _load(self, session, load) -> None:
-        hashes = _split(load.hashes)
-        for first, name in enumerate(hashes):  # one part for each block: the worst case
+        for first in range(last := len(load.hashes) // 32):  # one part for each block: the worst case
+            self.answer(session, load, [first], first == last - 1)
+
+    def answer(self, session, load, indices: list[int], last: bool, status: int = pb.BLOCK_STATUS_MISS) -> None:
+        """One part of a Load's answer, of neighbours. status: of blocks that are not to be had."""
+        result = pb.LoadResult(operation=load.operation, first=indices[0] if indices else 0, last=last)
+        states = []
+        for name in [_split(load.hashes)[i] for i in indices]:
             found = self.blocks.get(self._key(load.space_id, name, session.hello.rank))
-            result = pb.LoadResult(operation=load.operation, first=first, last=first == len(hashes) - 1)
             if found is None or self.spoil == "status":
-                result.status = bytes([pb.BLOCK_STATUS_MISS])
+                states.append(status)
                 result.offsets.append(0), result.header_offsets.append(0), result.generations.append(0), result.crc32c.append(0)
             else:
                 slot, crc, length = found
-                result.status = bytes([pb.BLOCK_STATUS_READY])
+                states.append(pb.BLOCK_STATUS_READY)
                 result.offsets.append(slot * self.stride + HEADER)
                 result.header_offsets.append(slot * self.stride)
                 result.generations.append(4 if self.spoil == "generation" else 2)
                 result.crc32c.append(crc ^ 1 if self.spoil == "checksum" else crc)
                 result.shard_bytes = length
-            if result.last:
-                session.swap(load.word, load.operation, wire.COMMITTED)
-            session.outgoing.put(pb.SessionResponse(load_result=result))
+        result.status = bytes(states)
+        if last:
+            session.swap(load.word, load.operation, wire.COMMITTED)
+        session.outgoing.put(pb.SessionResponse(load_result=result))
 
     def _accept(self, session, accept) -> None:
         load = accept.load

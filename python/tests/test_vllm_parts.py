@@ -66,8 +66,19 @@ def test_blocks_of_a_failed_load_are_stored_and_not_loaded_again(side):
     side.scheduler.allocated(request, [5, 6, 7, 8], 0)
     (job,) = side.step({"a": [5, 6, 7, 8]}).stores
     assert job.block_ids == [7, 8]
-    # Had the first block failed, vLLM would ask again.
+
+
+def test_all_is_stored_anew_where_the_first_block_failed(side):
+    request = Request("a", 16)
+    side.resident(request, 4)
+    assert side.admit(request, [5, 6, 7, 8]) == 16
+    side.step()
+    side.ended(received=["a"], bad=[5, 7])
+    # vLLM asks again, and the answer that is remembered says that all of it is resident.
     assert side.matched(request) == (0, False)
+    side.scheduler.allocated(request, [9, 10, 11, 12], 0)
+    (job,) = side.step({"a": [9, 10, 11, 12]}).stores
+    assert job.block_ids == [9, 10, 11, 12]
 
 
 def test_reused_blocks_are_revoked_before_they_are_written(side):

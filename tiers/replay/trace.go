@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/kvferry/kvferry"
+	"github.com/kvferry/kvferry/tiers"
 )
 
 // Limits of what is read.
@@ -48,6 +49,18 @@ type block struct {
 
 // Unique is how many blocks differ.
 func (t *Trace) Unique() int { return len(t.blocks) }
+
+// Blocks are those of a request, in the order of its chain.
+func (t *Trace) Blocks(q *Request) (out []tiers.Block) {
+	for _, n := range q.chain {
+		b := tiers.Block{Hash: t.blocks[n].hash}
+		if p := t.blocks[n].parent; p >= 0 {
+			b.Parent = t.blocks[p].hash
+		}
+		out = append(out, b)
+	}
+	return out
+}
 
 // Duration is from the first request to the last.
 func (t *Trace) Duration() time.Duration {

@@ -22,6 +22,8 @@ TICKET_BYTES_MAX = 64 << 10
 PEERS_MAX = 4
 # The daemon's own default, for the ticket's text where the user sets none.
 LIFETIME_MS = 120_000
+# By the words for them in a request's parameters.
+RETENTIONS = {"none": pb.RETENTION_NONE, "short": pb.RETENTION_SHORT, "normal": pb.RETENTION_NORMAL, "long": pb.RETENTION_LONG}
 _ANY_EPOCH = bytes(16)
 _HEX = re.compile("[0-9a-fA-F]{32}")
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}")
@@ -62,6 +64,16 @@ def read_peers(params: dict[str, Any]) -> tuple[list[str], str]:
     if not isinstance(given, list) or not 1 <= len(given) <= PEERS_MAX or not all(is_address(p) for p in given):
         return [], "malformed"
     return given, "accepted"
+
+
+def read_retention(params: dict[str, Any]) -> tuple[str, str]:
+    """How long a request wants its blocks kept, one of RETENTIONS or empty, and what became of that, for a metric label."""
+    given = params.get("kvferry_retention")
+    if given is None:
+        return "", "absent"
+    if not isinstance(given, str) or given not in RETENTIONS:
+        return "", "malformed"
+    return given, given
 
 
 def transfer_ticket(

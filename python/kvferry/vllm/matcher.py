@@ -2,6 +2,7 @@
 
 import queue
 import time
+from collections import deque
 
 import grpc
 
@@ -29,6 +30,7 @@ class Match:
         self.asked = time.monotonic()
         self.waited_since: float | None = None  # when the scheduler first wanted to know
         self.blocks: int | None = None
+        self.hashes: list[bytes] = []  # of these, where some are on a drive only
 
     def stale(self, generation: str) -> bool:
         return self.generation != generation or time.monotonic() - self.asked > _FRESH_S
@@ -41,6 +43,7 @@ class Matcher:
         self._session = session
         self._config = config
         self._tallies = tallies
+        self.on_drive: deque[Match] = deque()  # what was found of them is on a drive, in the order of the answers; the scheduler's to take
         self._silent = False  # the last answer did not come in time: nobody waits for the next
         self._questions: queue.SimpleQueue[tuple[Match, list[bytes]] | None] = queue.SimpleQueue()
         start_thread("kvferry-match", self._run)
@@ -102,9 +105,9 @@ class Matcher:
             match.peers,
             match.compute_us,
         )
-        call.add_done_callback(lambda done: self._answered(match, done))
+        call.add_done_callback(lambda done: self._answered(match, hashes, done))
 
-    def _answered(self, match: Match, call: grpc.Future) -> None:
+    def _answered(self, match: Match, hashes: list[bytes], call: grpc.Future) -> None:
         try:
             response: pb.MatchResponse = call.result()
         except (grpc.RpcError, grpc.FutureCancelledError) as e:
@@ -115,6 +118,10 @@ class Matcher:
             return
         self._silent = False
         if match.blocks is None:
+            if response.nvme_blocks:
+                match.hashes = hashes[: response.blocks - response.peer_blocks]
+                self.on_drive.append(match)
             match.blocks = response.blocks
             self._tallies.add("matched_blocks", response.blocks)
+            self._tallies.add("nvme_blocks", response.nvme_blocks)
             self._tallies.add("peer_blocks", response.peer_blocks)

@@ -15,6 +15,7 @@ class StoreJob:
     block_ids: list[int]
     hashes: bytes
     parents: bytes
+    retention: int = 0  # pb.Retention
 
 
 @dataclass

@@ -14,7 +14,17 @@ from kvferry.memory import GenerationTable
 from kvferry.session import Session
 from kvferry.v1 import engine_pb2 as pb
 from kvferry.vllm.config import Config
-from kvferry.vllm.handoff import Offers, OpenOffer, Transfer, read_peers, read_ticket, read_transfer, transfer_ticket
+from kvferry.vllm.handoff import (
+    RETENTIONS,
+    Offers,
+    OpenOffer,
+    Transfer,
+    read_peers,
+    read_retention,
+    read_ticket,
+    read_transfer,
+    transfer_ticket,
+)
 from kvferry.vllm.holds import Hold, Holds
 from kvferry.vllm.matcher import Match, Matcher
 from kvferry.vllm.meta import LoadJob, RankMeta, StepMeta, StoreJob
@@ -24,6 +34,8 @@ from kvferry.vllm.reads import Reads
 
 STORE_BLOCKS_MAX = 64
 RELEASES_MAX = 4096
+# Requests whose prompts are brought up ahead: more would push each other out of the pool again.
+COMING_MAX = 4
 _NO_PARENT = bytes(wire.HASH_BYTES)
 
 
@@ -31,10 +43,12 @@ class _Request:
     def __init__(self, request: Any):
         self.request = request
         self.match: Match | None = None
+        self.placed = False  # it has blocks, or had
         self.ticket: pb.Ticket | None = None
         self.ticket_bytes = b""
         self.load_timeout_ms = 0
         self.peers: list[str] = []
+        self.retention = ""  # one of RETENTIONS, where it said so
         self.transfer: Transfer | None = None  # under which it is to be offered
         self.opened: OpenOffer | None = None
         self.may_load = True  # False after a load of it failed: what failed once is computed
@@ -73,7 +87,9 @@ class Scheduler:
         self._direct = config.mode == "lent" and config.direct != "off"
         self._meta = StepMeta(self._generation)
         self._leases: set[str] = set()  # of requests, to be given back
+        self._coming: set[str] = set()  # requests without blocks whose prompt is being brought up from the drives
         self._refused = False  # a rank cannot serve
+        self._complained = False  # about a retention that is none
         self._session = Session(config.socket, config.descriptors, hello, given, log)
         self._matcher = Matcher(self._session, config, self._tallies)
         self._session.start()
@@ -91,6 +107,13 @@ class Scheduler:
         state.peers, result = read_peers(params)
         if result != "absent":
             self._tallies.add("peer_hints", label=result)
+        state.retention, said = read_retention(params)
+        if said != "absent":
+            self._tallies.add("retentions", label=said)
+        if said == "malformed" and not self._complained:
+            self._complained = True
+            given = params["kvferry_retention"]
+            self._log.warning("kvferry: kvferry_retention %.64r of a request is ignored; known are %s (said once)", given, ", ".join(RETENTIONS))
         self._look_up(state)
 
     def _take_ticket(self, state: _Request, params: dict[str, Any]) -> None:
@@ -147,9 +170,10 @@ class Scheduler:
         if available is None and state.ticket is None:
             return None, False
         self._unplaced[request.request_id] = -(-(request.num_tokens - computed_tokens) // self._block_tokens)
-        state.stored_until = available = available or 0
+        available = available or 0
         if not state.may_load or self._refused:
-            return 0, False
+            return 0, False  # and all of it is stored: what could not be loaded is gone, or broken
+        state.stored_until = available
         if state.ticket is not None:
             available = max(available, state.ticket.blocks)
         tokens = min(available * self._block_tokens, request.num_tokens) - computed_tokens
@@ -160,10 +184,12 @@ class Scheduler:
     def allocated(self, request: Any, block_ids: list[int], external_tokens: int) -> None:
         """block_ids is the request's whole table, hits in the engine's own cache first."""
         self._unplaced.pop(request.request_id, None)
+        self._coming.discard(request.request_id)
         state = self._requests.get(request.request_id)
         if state is None:
             self._reused(block_ids)
             return
+        state.placed = True
         self._reused(block_ids[state.table_length :])
         state.table_length = len(block_ids)
         if external_tokens <= 0:
@@ -219,6 +245,7 @@ class Scheduler:
                 if tables is not None:
                     self._store_finished(state, tables[0], state.request.num_computed_tokens + scheduled)
         self._release_leases()
+        self._bring_up()
         self._spill(self._holds.over_share(), "share")
         # The engine had no room for what is left over here.
         self._spill(self._holds.give_back(sum(self._unplaced.values())), "pressure")
@@ -253,13 +280,14 @@ class Scheduler:
             elif self._reads.current(block_ids[i]):
                 wanted.append(i)
         state.stored_until = max(state.stored_until, end)
+        retention = RETENTIONS.get(state.retention, pb.RETENTION_NORMAL)
         for at in range(0, len(wanted), STORE_BLOCKS_MAX):
             part = wanted[at : at + STORE_BLOCKS_MAX]
             ids, names = [block_ids[i] for i in part], [hashes[i] for i in part]
             store_id = self._reads.add(ids, names, self._ranks)
             state.stores.add(store_id)
             parents = b"".join(hashes[i - 1] if i else _NO_PARENT for i in part)
-            self._meta.stores.append(StoreJob(store_id, state.request.request_id, ids, b"".join(names), parents))
+            self._meta.stores.append(StoreJob(store_id, state.request.request_id, ids, b"".join(names), parents, retention))
 
     def step_ended(self, output: Any) -> None:
         self._pace.step_ended()
@@ -291,6 +319,7 @@ class Scheduler:
         if state is None:
             return False, None
         self._unplaced.pop(request.request_id, None)
+        self._coming.discard(request.request_id)
         if state.match is not None:
             self._leases.add(request.request_id)
         loading = request.request_id in self._loads
@@ -317,6 +346,8 @@ class Scheduler:
         # These keys are what proxies carry from one engine to the other; without a ticket the prompt is computed again.
         answer: dict[str, Any] = {"do_remote_prefill": True, "do_remote_decode": False}
         answer.update(dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")))
+        if state.retention:
+            answer["kvferry_retention"] = state.retention  # a proxy gives the other leg these parameters only
         target = self._session.space_id(self._generation)
         if target is None or not state.may_store:
             return answer, None
@@ -343,6 +374,21 @@ class Scheduler:
             for at in range(0, len(leases), RELEASES_MAX):
                 release = pb.ReleaseLease(request_ids=leases[at : at + RELEASES_MAX])
                 attachment.send(pb.SessionRequest(release_lease=release))
+
+    def _bring_up(self) -> None:
+        """What the next requests will load comes up from the drives while they wait for a place. Those that have one by now load it themselves."""
+        while len(self._coming) < COMING_MAX and self._matcher.on_drive:
+            match = self._matcher.on_drive.popleft()
+            state = self._requests.get(match.request_id)
+            target = self._session.space_id(match.generation)
+            if state is None or state.match is not match or state.placed or target is None or match.generation != self._generation:
+                continue
+            attachment, space_id = target
+            most = attachment.welcome.load_blocks_max or len(match.hashes)
+            prefetch = pb.Prefetch(space_id=space_id, hashes=b"".join(match.hashes[:most]))
+            if attachment.send(pb.SessionRequest(prefetch=prefetch)):
+                self._coming.add(match.request_id)
+                self._tallies.add("prefetched_requests")
 
     # ---- the rest ----
 

@@ -182,6 +182,7 @@ class Worker:
                 job.parents,
                 self._config.store_timeout_ms,
                 on_end=lambda op, end: self._count(job, end),
+                retention=job.retention,
             )
         except Exception:
             self._unstage(slots)
