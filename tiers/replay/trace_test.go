@@ -24,7 +24,7 @@ func TestReadErrors(t *testing.T) {
 		`{"timestamp": -1, "input_length": 17, "hash_ids": [1, 2]}`:                     "line 1: timestamp: -1: must be a number, not negative",
 		`{"timestamp": 1e300, "input_length": 17, "hash_ids": [1, 2]}`:                  "line 1: timestamp: 1e300",
 		`{"timestamp": "now", "input_length": 17, "hash_ids": [1, 2]}`:                  "line 1: timestamp: \"now\"",
-		good + "\n" + `{"timestamp": 4, "input_length": 17, "hash_ids": [1, 2]}`:        "line 2: timestamp: 4 is less than in the request before: sort the trace by time",
+		`{"timestamp": 1005, "input_length": 17, "hash_ids": [1]}` + "\n" + `{"timestamp": 4, "input_length": 17, "hash_ids": [1]}`:        "line 2: timestamp: 4 is less than in a request before: sort the trace by time",
 		`{"timestamp": 1, "hash_ids": [1, 2]}`:                                          "line 1: input_length: missing",
 		`{"timestamp": 1, "input_length": 1.5, "hash_ids": [1, 2]}`:                     "line 1: input_length: 1.5: must be a whole number",
 		`{"timestamp": 1, "input_length": 17, "output_length": -3, "hash_ids": [1, 2]}`: "line 1: output_length: -3",
@@ -68,6 +68,14 @@ func TestReadBlockTokens(t *testing.T) {
 	}
 	if tr, err = Read(strings.NewReader(`{"timestamp": 0, "input_length": 9, "hash_ids": []}`), 16); err != nil || tr.Asked != 0 {
 		t.Errorf("less than a block: %+v, %v", tr, err)
+	}
+}
+
+// Several threads may have written a trace.
+func TestReadJitter(t *testing.T) {
+	tr, err := Read(strings.NewReader(good+"\n"+`{"timestamp": 4, "input_length": 17, "hash_ids": [1, 2]}`), 0)
+	if err != nil || tr.Requests[1].At != tr.Requests[0].At {
+		t.Errorf("%+v, %v", tr, err)
 	}
 }
 
