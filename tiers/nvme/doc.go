@@ -20,6 +20,6 @@
 //
 // Headers and tombstones are written to the log (log.go), which is what makes them durable; in their tables they come later, many at a time.
 //
-// Memory: two bits a slot, and at most 2 MiB of headers on their way from the log to their tables. Adopting a file brings in place what the log says, and reads
+// Memory: two bits a slot, and a few MiB of headers on their way from the log to their tables. Adopting a file brings in place what the log says, and reads
 // the tables.
 package nvme
