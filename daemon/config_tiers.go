@@ -4,11 +4,13 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"github.com/kvferry/kvferry/tiers"
 	"github.com/kvferry/kvferry/tiers/nvme"
 	"github.com/kvferry/kvferry/tiers/policy"
+	"github.com/kvferry/kvferry/tiers/pool"
 )
 
 // drivesMax bounds the drives of a node.
@@ -46,7 +48,7 @@ func (c *Config) validateDrives() error {
 	if len(c.NVMe.Drives) > drivesMax {
 		return fmt.Errorf("nvme.drives: %d: at most %d", len(c.NVMe.Drives), drivesMax)
 	}
-	paths := map[string]bool{}
+	paths, slabs := map[string]bool{}, uint64(c.Pool.Size/c.Pool.Slab)
 	for i, d := range c.NVMe.Drives {
 		key := fmt.Sprintf("nvme.drives[%d]", i)
 		switch {
@@ -58,6 +60,9 @@ func (c *Config) validateDrives() error {
 			return errors.New(key + ".size: must be set: there is no default")
 		}
 		paths[filepath.Clean(d.Path)] = true
+		if slabs += uint64(d.Size / max(c.NVMe.Slab, 1)); slabs > pool.SlabsMax {
+			return fmt.Errorf("nvme.slab: %v: pool and drives have more than %d slabs: make it larger", c.NVMe.Slab, pool.SlabsMax)
+		}
 		if err := c.drive(d, nil).Validate(); err != nil {
 			return fmt.Errorf("%s: %w", key, err)
 		}
@@ -75,4 +80,20 @@ func (c *Config) drive(d DriveConfig, memory []byte) nvme.Config {
 // down is what goes from DRAM to the drives.
 func (c *Config) down() tiers.Down {
 	return tiers.Down{Idle: time.Duration(c.DRAM.Idle), Move: c.DRAM.OnIdle == "move", High: c.DRAM.High, Low: c.DRAM.Low}
+}
+
+// ParseDrives reads drives that are written as FILE=SIZE.
+func ParseDrives(list []string) (out []DriveConfig, err error) {
+	for _, s := range list {
+		i := strings.LastIndexByte(s, '=')
+		if i < 0 {
+			return nil, fmt.Errorf("%q is not FILE=SIZE", s)
+		}
+		d := DriveConfig{Path: s[:i]}
+		if d.Size, err = ParseBytes(s[i+1:]); err != nil {
+			return nil, fmt.Errorf("%q: %w", s, err)
+		}
+		out = append(out, d)
+	}
+	return out, nil
 }

@@ -59,19 +59,24 @@ type Daemon struct {
 	epoch   kvferry.Epoch
 	started time.Time
 
-	serving  bool // set once, before Start returns
-	lock     *os.File
-	pool     *pool.Pool
-	drives   []*nvme.Drive
-	adopted  int
-	ledger   *tiers.Ledger
-	counters counters.Set
-	local    *mover.Link
-	tiering  *tiering.Tiering
-	registry *handoff.Registry
-	fetcher  *handoff.Fetcher
-	peers    *rpc.Peers
-	sessions *session.Manager
+	serving    bool // set once, before Start returns
+	lock       *os.File
+	pool       *pool.Pool
+	retrying   sync.Mutex
+	drivesMu   sync.Mutex // guards the next three, once Start has returned
+	drives     []*nvme.Drive
+	driveNames []string
+	absent     []absentDrive
+	adopted    int
+	ledger     *tiers.Ledger
+	counters   counters.Set
+	local      *mover.Link
+	tiering    *tiering.Tiering
+	manual     *tiering.Manual
+	registry   *handoff.Registry
+	fetcher    *handoff.Fetcher
+	peers      *rpc.Peers
+	sessions   *session.Manager
 
 	engineServer, adminServer, peerServer *grpc.Server
 	listeners                             []net.Listener
@@ -237,7 +242,7 @@ func (d *Daemon) serve(peerListener, dataListener net.Listener) error {
 	})
 	pb.RegisterAdminServer(d.adminServer, &rpc.Admin{
 		Node: d.cfg.Node, Epoch: d.epoch, Started: d.started, Build: Version, GoVersion: goVersion(), ConfigYAML: d.cfg.YAML(), Sessions: d.sessions, Ledger: d.ledger,
-		Registry: d.registry, Fetcher: d.fetcher, Local: d.local, Counters: &d.counters, Draining: d.drainingSince,
+		Registry: d.registry, Fetcher: d.fetcher, Local: d.local, Tiering: d.tiering, Manual: d.manual, Absent: d.absentDrives, PoolPath: d.cfg.Pool.Path, Counters: &d.counters, Draining: d.drainingSince,
 	})
 	pb.RegisterPeerServer(d.peerServer, &rpc.Peer{Registry: d.registry, Epoch: d.epoch, HashesMax: session.DefaultLimits.LoadBlocks})
 	d.run("engine socket", func() error { return d.engineServer.Serve(engine) })
@@ -269,8 +274,9 @@ func (d *Daemon) Failed() <-chan error { return d.failed }
 
 // timers lets leases, pins, claims and offers end at their time. Holds are checked again by their users, so a tick late is only room that stays taken a little longer.
 func (d *Daemon) timers() error {
-	holds, offers := time.NewTicker(50*time.Millisecond), time.NewTicker(250*time.Millisecond)
+	holds, offers, drives := time.NewTicker(50*time.Millisecond), time.NewTicker(250*time.Millisecond), time.NewTicker(driveRetry)
 	defer holds.Stop()
+	defer drives.Stop()
 	defer offers.Stop()
 	for {
 		select {
@@ -282,11 +288,16 @@ func (d *Daemon) timers() error {
 			if d.tiering != nil {
 				d.tiering.Tick(now)
 			}
+		case <-drives.C:
+			d.wg.Go(d.retryDrives)
 		case <-d.ctx.Done():
 			return nil
 		}
 	}
 }
+
+// driveRetry is how often drives are tried that could not be opened.
+const driveRetry = 15 * time.Second
 
 func (d *Daemon) drainingSince() time.Time {
 	if ms := d.draining.Load(); ms > 0 {

@@ -1,8 +1,13 @@
 package daemon
 
 import (
+	"compress/gzip"
+	"fmt"
+	"io"
+	"math"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -10,6 +15,7 @@ import (
 	pb "github.com/kvferry/kvferry/proto/kvferry/v1"
 	"github.com/kvferry/kvferry/standin"
 	"github.com/kvferry/kvferry/tiers/policy"
+	"github.com/kvferry/kvferry/tiers/replay"
 )
 
 // withDrives gives a node drives: files in the test's folder, which stand for NVMe.
@@ -145,4 +151,122 @@ func TestPressure(t *testing.T) {
 	}
 	_ = s.Close()
 	n.nothingHeld()
+}
+
+// A drive that is not there stops nobody, and is used when it has come.
+func TestAbsentDrive(t *testing.T) {
+	var missing string
+	n := newNode(t, withDrives(t, 2, 64<<20), func(c *Config) {
+		missing = filepath.Join(filepath.Dir(c.NVMe.Drives[0].Path), "not-mounted")
+		c.NVMe.Drives[0].Path = filepath.Join(missing, "a")
+	})
+	st, err := n.admin().Status(t.Context(), &pb.StatusRequest{})
+	if err != nil || st.Health != pb.Health_HEALTH_DEGRADED || len(st.Problems) != 1 || !strings.Contains(st.Problems[0].Reason, "not used") {
+		t.Fatalf("%v, %v", st, err)
+	}
+	s, m := n.attach(worker)
+	hashes, parents := prompt(40, 1)
+	store(t, s, m, 0, hashes, parents)
+	n.onDrives(40)
+	if err := os.Mkdir(missing, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	n.retryDrives()
+	if st, err = n.admin().Status(t.Context(), &pb.StatusRequest{}); err != nil || st.Health != pb.Health_HEALTH_OK {
+		t.Fatalf("%v, %v", st, err)
+	}
+	more, parents := prompt(40, 1000)
+	store(t, s, m, 0, more, parents)
+	n.onDrives(80)
+	if drives := n.ledger.Stats().Drives; len(drives) != 2 || drives[0].Blocks == 0 || drives[1].Blocks == 0 {
+		t.Errorf("%+v", drives)
+	}
+	if r := load(t, s, m, 100, more, nil); ready(r) != 40 {
+		t.Errorf("%v", r.Status)
+	}
+}
+
+// demoTrace is the beginning of a real trace, which the demo has without its times: three requests a second.
+func demoTrace(t *testing.T) *replay.Trace {
+	t.Helper()
+	f, err := os.Open("../cmd/kvferry-demo/testdata/conversation.jsonl.gz")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = f.Close() }()
+	z, err := gzip.NewReader(f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := io.ReadAll(z)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var timed strings.Builder
+	for i, line := range strings.Split(strings.TrimSpace(string(b)), "\n") {
+		fmt.Fprintf(&timed, "{\"timestamp\": %d, %s\n", i*333, strings.TrimPrefix(line, "{"))
+	}
+	trace, err := replay.Read(strings.NewReader(timed.String()), 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return trace
+}
+
+// The hit ratio that kvferry simulate foretells is the one that a daemon has, with a working set of ten times the pool on a real file. The requests are the beginning of a real trace.
+func TestHitsAsSimulated(t *testing.T) {
+	trace := demoTrace(t)
+	if testing.Short() {
+		trace.Requests = trace.Requests[:400]
+	}
+	const shard = 4 << 10
+	n := newNode(t, withDrives(t, 1, 22<<20), func(c *Config) {
+		c.Pool.Size, c.Pool.Slab, c.NVMe.Slab, c.DRAM.Idle = 6<<20, 2<<20, 2<<20, 0
+	})
+	cfg := replay.Config{DRAM: 2 * n.pool.SlotsPerSlab(shard), NVMe: 10 * n.pool.SlotsPerSlab(shard), Policy: n.cfg.Policy, Down: n.cfg.down()}
+	want, err := replay.Run(trace, cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m, err := standin.NewMemory(standin.Shape{Blocks: 256, Planes: 1, PlaneBytes: shard})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = m.Close() }()
+	w, _ := n.attach(worker, func(c *standin.Config) { c.Memory = m })
+	asked, hits, refused := 0, 0, 0
+	for i := range trace.Requests {
+		var hashes, parents []kvferry.Hash
+		for _, b := range trace.Blocks(&trace.Requests[i]) {
+			hashes, parents = append(hashes, b.Hash), append(parents, b.Parent)
+		}
+		r, err := w.Match(t.Context(), "r", hashes, 60_000)
+		if err != nil {
+			t.Fatal(err)
+		}
+		found := int(r.Blocks)
+		asked, hits = asked+len(hashes), hits+found
+		for at := 0; at < found; at += 256 {
+			part := hashes[at:min(at+256, found)]
+			l, err := w.Load(ctx10(t), standin.LoadRequest{RequestID: "r", Blocks: numbers(0, len(part)), Hashes: part})
+			if err != nil || ready(l) < len(part) {
+				t.Fatalf("of %d blocks that were found %d were loaded: %v", len(part), ready(l), err)
+			}
+		}
+		for at := found; at < len(hashes); at += 64 {
+			end := store(t, w, m, 0, hashes[at:min(at+64, len(hashes))], parents[at:min(at+64, len(hashes))])
+			if end.Outcome != pb.Outcome_OUTCOME_COMMITTED {
+				refused++
+			}
+			eventually(t, "the drives have kept up", func() bool { return n.ledger.Stats().Moving == 0 })
+		}
+		if err := w.ReleaseLease("r"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	got := replay.Ratio(hits, asked)
+	t.Logf("hit ratio %.4f, simulated %.4f; %d blocks asked, %d stored, %d written to the drive; %d stores refused", got, want.HitRatio(), asked, n.ledger.Stats().Counts.Stored, n.ledger.Stats().Counts.Demoted, refused)
+	if math.Abs(got-want.HitRatio()) > 0.02 || refused > 0 {
+		t.Errorf("hit ratio %.4f, simulated %.4f; %d stores refused", got, want.HitRatio(), refused)
+	}
 }

@@ -13,23 +13,25 @@ import (
 
 	"github.com/kvferry/kvferry"
 	"github.com/kvferry/kvferry/daemon/rpc"
+	"github.com/kvferry/kvferry/tiers/policy"
 )
 
 // collector makes metrics of the daemon's counters when it is scraped, so that nothing is counted twice.
 type collector struct{ d *Daemon }
 
 var (
-	tierBytes = prometheus.NewDesc("kvferry_tier_bytes", "Bytes of a tier by state; used + free is its capacity.", []string{"tier", "state"}, nil)
-	tierCount = prometheus.NewDesc("kvferry_tier_blocks", "Blocks of a tier that a lookup can find.", []string{"tier"}, nil)
-	held      = prometheus.NewDesc("kvferry_held", "Leases on blocks and pins on slots.", []string{"kind"}, nil)
-	sessions  = prometheus.NewDesc("kvferry_sessions", "Attached processes.", nil, nil)
-	copied    = prometheus.NewDesc("kvferry_copied_bytes_total", "Bytes copied, by link and traffic class.", []string{"link", "class"}, nil)
-	queued    = prometheus.NewDesc("kvferry_transfers", "Transfers by link and state.", []string{"link", "state"}, nil)
+	tierBytes  = prometheus.NewDesc("kvferry_tier_bytes", "Bytes of a tier by state; used + free is its capacity.", []string{"tier", "state"}, nil)
+	tierCount  = prometheus.NewDesc("kvferry_tier_blocks", "Blocks that a tier has whole. Many are in several.", []string{"tier"}, nil)
+	nodeBlocks = prometheus.NewDesc("kvferry_blocks", "Blocks that a lookup can find, in whatever tiers.", nil, nil)
+	held       = prometheus.NewDesc("kvferry_held", "Leases on blocks and pins on slots.", []string{"kind"}, nil)
+	sessions   = prometheus.NewDesc("kvferry_sessions", "Attached processes.", nil, nil)
+	copied     = prometheus.NewDesc("kvferry_copied_bytes_total", "Bytes copied, by link and traffic class.", []string{"link", "class"}, nil)
+	queued     = prometheus.NewDesc("kvferry_transfers", "Transfers by link and state.", []string{"link", "state"}, nil)
 )
 
 // Describe is prometheus.Collector. The counters' names are those of the code: they are told with their values.
 func (c collector) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{tierBytes, tierCount, held, sessions, copied, queued} {
+	for _, d := range append([]*prometheus.Desc{tierBytes, tierCount, nodeBlocks, held, sessions, copied, queued}, driveDescs...) {
 		ch <- d
 	}
 }
@@ -43,7 +45,9 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 	dram := kvferry.DRAM.String()
 	gauge(tierBytes, float64(st.UsedBytes), dram, "used")
 	gauge(tierBytes, float64(st.FreeBytes), dram, "free")
-	gauge(tierCount, float64(st.Blocks), dram)
+	gauge(tierCount, float64(st.InTier[policy.DRAM]), dram)
+	gauge(nodeBlocks, float64(st.Blocks))
+	c.drives(ch, st)
 	gauge(held, float64(st.Leases), "lease")
 	gauge(held, float64(st.Pins), "pin")
 	gauge(sessions, float64(len(c.d.sessions.All())))

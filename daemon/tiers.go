@@ -1,12 +1,15 @@
 package daemon
 
 import (
+	"errors"
 	"fmt"
 	"log/slog"
 	"path/filepath"
+	"slices"
 	"time"
 
 	"github.com/kvferry/kvferry/csrc/copyshim"
+	"github.com/kvferry/kvferry/daemon/rpc"
 	"github.com/kvferry/kvferry/daemon/tiering"
 	"github.com/kvferry/kvferry/tiers"
 	"github.com/kvferry/kvferry/tiers/nvme"
@@ -18,54 +21,111 @@ import (
 // slotsGuess is the slot length that the policy's tables are sized for, before any model is known.
 const slotsGuess = 64 << 10
 
+// absentDrive is one that could not be opened. It is tried again now and then: a drive that fails stops nobody.
+type absentDrive struct {
+	DriveConfig
+	err   error
+	since time.Time
+}
+
 // openTiers opens the drives, and makes the ledger over them and the pool out of what an earlier daemon has left there.
 func (d *Daemon) openTiers(inPool []pool.Resident) error {
-	var onDrives [][]pool.Resident
-	cfg := tiers.Config{Pool: d.pool, Limits: tiers.DefaultLimits}
 	blocks := uint64(d.cfg.Pool.Size) / slotsGuess
-	for i, c := range d.cfg.NVMe.Drives {
-		drive, found, err := nvme.Open(d.cfg.drive(c, d.pool.Bytes()))
-		if err != nil {
-			return fmt.Errorf("nvme.drives[%d]: %w", i, err)
-		}
-		d.drives = append(d.drives, drive)
-		cfg.Drives = append(cfg.Drives, drive)
-		onDrives = append(onDrives, found)
+	for _, c := range d.cfg.NVMe.Drives {
 		blocks += uint64(c.Size) / slotsGuess
-		st := drive.Stats()
-		d.log.Info("drive is open", "path", c.Path, "size", c.Size.String(), "adopted", drive.Adopted(), "engine", st.Engine, "slots", len(found), "dropped_slots", st.Dropped, "duplicates", st.Duplicates)
-		for _, note := range drive.Notes() {
-			d.log.Warn("drive", "path", c.Path, "note", note)
-		}
 	}
 	p, err := policy.New(d.cfg.Policy, int(min(blocks, policyBlocksMax)))
 	if err != nil {
 		return fmt.Errorf("policy: %w", err)
 	}
-	cfg.Policy = p
-	d.ledger = tiers.New(cfg)
-	d.adopt(inPool, onDrives)
+	d.ledger = tiers.New(tiers.Config{Pool: d.pool, Policy: p, Limits: tiers.DefaultLimits})
 	d.ledger.SetWriteBudget(time.Now(), uint64(d.cfg.NVMe.WriteBudget))
+	d.adoptPool(inPool)
+	for i, c := range d.cfg.NVMe.Drives {
+		err := d.openDrive(c)
+		if errors.Is(err, nvme.ErrLocked) { // another daemon has it: that is no trouble of the drive's
+			return fmt.Errorf("nvme.drives[%d]: %w", i, err)
+		}
+		if err != nil {
+			d.log.Error("drive is not used: it could not be opened", "path", c.Path, "error", err)
+			d.counters.Add("drives", "absent", 1)
+			d.absent = append(d.absent, absentDrive{c, err, time.Now()})
+		}
+	}
 	return nil
+}
+
+// openDrive opens a drive and takes over what is on it.
+func (d *Daemon) openDrive(c DriveConfig) error {
+	start := time.Now()
+	drive, found, err := nvme.Open(d.cfg.drive(c, d.pool.Bytes()))
+	if err != nil {
+		return err
+	}
+	id, err := d.ledger.AddDrive(drive)
+	if err != nil {
+		_ = drive.Close()
+		return err
+	}
+	kept := d.ledger.Adopt(time.Now(), id, found)
+	st := drive.Stats()
+	d.log.Info("drive is open", "path", c.Path, "size", c.Size.String(), "adopted", drive.Adopted(), "engine", st.Engine, "slots", kept, "dropped_slots", st.Dropped+len(found)-kept, "duplicates", st.Duplicates, "took", time.Since(start))
+	for _, note := range drive.Notes() {
+		d.log.Warn("drive", "path", c.Path, "note", note)
+	}
+	d.drivesMu.Lock()
+	defer d.drivesMu.Unlock()
+	d.drives, d.driveNames = append(d.drives, drive), append(d.driveNames, filepath.Clean(c.Path))
+	if d.tiering != nil {
+		d.tiering.Add(id, filepath.Clean(c.Path), drive)
+	}
+	d.ledger.SetOpen(id, true)
+	return nil
+}
+
+// retryDrives tries to open what could not be opened before.
+func (d *Daemon) retryDrives() {
+	if !d.retrying.TryLock() {
+		return // the last time goes on
+	}
+	defer d.retrying.Unlock()
+	d.drivesMu.Lock()
+	absent := slices.Clone(d.absent)
+	d.drivesMu.Unlock()
+	var still []absentDrive
+	for _, a := range absent {
+		if err := d.openDrive(a.DriveConfig); err != nil {
+			a.err = err
+			still = append(still, a)
+		}
+	}
+	d.drivesMu.Lock()
+	defer d.drivesMu.Unlock()
+	d.absent = still
+}
+
+// absentDrives are those that could not be opened, for people.
+func (d *Daemon) absentDrives() (out []rpc.AbsentDrive) {
+	d.drivesMu.Lock()
+	defer d.drivesMu.Unlock()
+	for _, a := range d.absent {
+		out = append(out, rpc.AbsentDrive{Path: a.Path, Reason: a.err.Error(), Since: a.since})
+	}
+	return out
 }
 
 // policyBlocksMax bounds the policy's memory of blocks that have left.
 const policyBlocksMax = 1 << 22
 
-// adopt takes over what was left, after as many checks as are configured.
-func (d *Daemon) adopt(inPool []pool.Resident, onDrives [][]pool.Resident) {
-	start := time.Now()
-	if d.pool.Adopted() {
-		found := d.checked(inPool)
-		d.adopted = d.ledger.Adopt(time.Now(), 0, found)
-		d.log.Info("pool adopted", "blocks", d.adopted, "dropped_slots", d.pool.Dropped()+len(inPool)-d.adopted, "took", time.Since(start))
-	} else {
+// adoptPool takes over what was left in the pool, after as many checks as are configured.
+func (d *Daemon) adoptPool(inPool []pool.Resident) {
+	if !d.pool.Adopted() {
 		d.log.Info("pool is new", "reason", d.pool.Cold())
+		return
 	}
-	for i, found := range onDrives {
-		kept := d.ledger.Adopt(time.Now(), tiers.StoreID(i+1), found)
-		d.log.Info("drive adopted", "path", d.cfg.NVMe.Drives[i].Path, "blocks", kept, "dropped_slots", len(found)-kept)
-	}
+	start := time.Now()
+	d.adopted = d.ledger.Adopt(time.Now(), 0, d.checked(inPool))
+	d.log.Info("pool adopted", "blocks", d.adopted, "dropped_slots", d.pool.Dropped()+len(inPool)-d.adopted, "took", time.Since(start))
 }
 
 // sampleOne is of how many blocks one is read with adopt.check: sample.
@@ -97,16 +157,14 @@ func (d *Daemon) checked(found []pool.Resident) []pool.Resident {
 }
 
 func (d *Daemon) makeTiering(memory transport.Memory, log *slog.Logger) {
-	if len(d.drives) == 0 {
+	d.manual = &tiering.Manual{Ledger: d.ledger, Pool: memory, Counters: &d.counters, Log: log}
+	if len(d.cfg.NVMe.Drives) == 0 {
 		return
 	}
-	var names []string
-	for _, c := range d.cfg.NVMe.Drives {
-		names = append(names, filepath.Clean(c.Path))
-	}
 	d.tiering = tiering.New(tiering.Config{
-		Ledger: d.ledger, Pool: memory, Drives: d.drives, Names: names, Down: d.cfg.down(), Transfers: d.cfg.NVMe.Transfers, Queue: d.cfg.Copy.Queue, Counters: &d.counters, Log: log,
+		Ledger: d.ledger, Pool: memory, Drives: d.drives, Names: d.driveNames, Down: d.cfg.down(), Transfers: d.cfg.NVMe.Transfers, Queue: d.cfg.Copy.Queue, Counters: &d.counters, Log: log,
 	})
+	d.manual.Tiering = d.tiering
 }
 
 // promote is how claims of other nodes get what is on a drive.
@@ -121,9 +179,12 @@ func (d *Daemon) closeTiers() {
 	if d.tiering != nil {
 		d.tiering.Close()
 	}
+	if d.manual != nil {
+		d.manual.Close()
+	}
 	for i, drive := range d.drives {
 		if err := drive.Close(); err != nil {
-			d.log.Error("close drive", "path", d.cfg.NVMe.Drives[i].Path, "error", err)
+			d.log.Error("close drive", "path", d.driveNames[i], "error", err)
 		}
 	}
 }

@@ -15,8 +15,22 @@ type setAside struct {
 	until time.Time
 }
 
-// Adopt takes over the slots of a store that an earlier daemon left. It is called once for each store, the pool first, before anything else.
+// adoptPart is how many slots are taken over while the ledger is held: some milliseconds.
+const adoptPart = 1 << 13
+
+// Adopt takes over the slots of a store that an earlier daemon left. It is called once for each store, the pool first. Meanwhile others may use the ledger, and nothing is moved to the store.
 func (l *Ledger) Adopt(now time.Time, id StoreID, found []pool.Resident) (kept int) {
+	closed := l.beginAdopt(now, id)
+	for len(found) > 0 {
+		n := min(len(found), adoptPart)
+		kept += l.adoptSome(now, id, found[:n])
+		found = found[n:]
+	}
+	l.endAdopt(id, closed)
+	return kept
+}
+
+func (l *Ledger) beginAdopt(now time.Time, id StoreID) (closed bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.now = now.UnixNano()
@@ -26,6 +40,14 @@ func (l *Ledger) Adopt(now time.Time, id StoreID, found []pool.Resident) (kept i
 			l.addSlabLocked(st.first+i, slotBytes, n)
 		}
 	}
+	closed, st.closed = st.closed, true
+	return closed
+}
+
+func (l *Ledger) adoptSome(now time.Time, id StoreID, found []pool.Resident) (kept int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	st := l.stores[id]
 	for _, r := range found {
 		switch {
 		case r.Aside:
@@ -36,6 +58,14 @@ func (l *Ledger) Adopt(now time.Time, id StoreID, found []pool.Resident) (kept i
 			st.slots.Clear(r.Slab, r.Slot)
 		}
 	}
+	return kept
+}
+
+func (l *Ledger) endAdopt(id StoreID, closed bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	st := l.stores[id]
+	st.closed = closed
 	for _, c := range st.classes {
 		l.rebuildFreeLocked(c)
 	}
@@ -44,7 +74,6 @@ func (l *Ledger) Adopt(now time.Time, id StoreID, found []pool.Resident) (kept i
 			l.freeSlabLocked(i)
 		}
 	}
-	return kept
 }
 
 func (l *Ledger) adoptLocked(now time.Time, st *store, r pool.Resident) bool {

@@ -33,9 +33,11 @@ type Reason uint8
 const (
 	Evicted    Reason = iota + 1 // to make room; it was the only copy
 	Demoted                      // from DRAM; NVMe has it
-	Dropped                      // by force: broken, or asked for
+	Dropped                      // by force: somebody asked for it
 	Incomplete                   // it lacked a shard for too long
+	Forced                       // to make room where nothing else could leave; its descendants cannot be matched
 	Reclaimed                    // its slab went to another slot length
+	Broken                       // by force: its bytes were not what was stored, or could not be read
 )
 
 func (r Reason) String() string {
@@ -50,8 +52,12 @@ func (r Reason) String() string {
 		return "dropped"
 	case Incomplete:
 		return "incomplete"
+	case Forced:
+		return "forced"
 	case Reclaimed:
 		return "reclaimed"
+	case Broken:
+		return "broken"
 	}
 	return fmt.Sprintf("reason(%d)", uint8(r))
 }

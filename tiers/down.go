@@ -51,10 +51,12 @@ func (l *Ledger) admitLocked(now time.Time, id recordID) bool {
 
 // plan collects moves.
 type plan struct {
-	l     *Ledger
-	now   time.Time
-	limit int
-	out   Moves
+	l      *Ledger
+	now    time.Time
+	limit  int
+	out    Moves
+	held   bool // something was not planned because too much is being moved already
+	byHand bool // somebody wants it down, whatever it is worth
 }
 
 // PlanDown makes room in DRAM where less than wanted is free, and plans up to limit copies to the drives: first what has to leave, then what is idle. What lies on a drive already just leaves.
@@ -62,7 +64,7 @@ func (l *Ledger) PlanDown(now time.Time, d Down, limit int) Moves {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.now = now.UnixNano()
-	p := &plan{l: l, now: now, limit: min(limit, l.poolSlotsLocked()/movingShare-l.moving)}
+	p := &plan{l: l, now: now, limit: min(limit, l.mayMoveLocked())}
 	if !l.driveOpenLocked() {
 		return p.out
 	}
@@ -76,6 +78,9 @@ func (l *Ledger) PlanDown(now time.Time, d Down, limit int) Moves {
 
 // movingShare is the part of the pool that may be pinned by moves, so that stores find room beside them.
 const movingShare = 4
+
+// mayMoveLocked is how many more shards may be moved now: of a pool of three slots one, too.
+func (l *Ledger) mayMoveLocked() int { return max(l.poolSlotsLocked()/movingShare, 1) - l.moving }
 
 func (l *Ledger) poolSlotsLocked() (n int) {
 	st := l.stores[poolStore]
@@ -113,14 +118,24 @@ func (p *plan) relieve(d Down, c *class) {
 		}
 		r := l.recs.at(id)
 		slots := float64(r.in[policy.DRAM])
+		orphans := l.orphansLocked(id, policy.DRAM)
 		switch {
 		case l.isIn(r, policy.NVMe), !l.isIn(r, policy.DRAM):
 			l.leaveLocked(id, policy.DRAM)
-		case !l.admitLocked(p.now, id):
+		case !orphans && !l.admitLocked(p.now, id):
 			l.counts.NotAdmitted++
 			l.leaveLocked(id, policy.DRAM)
-		case !p.chain(id, true):
-			return
+		default:
+			switch p.chain(id, true) {
+			case full:
+				return
+			case notWorth:
+				if orphans || l.Meta(id).Pos[policy.DRAM] < 0 {
+					return
+				}
+				l.counts.NotWorth++
+				l.leaveLocked(id, policy.DRAM)
+			}
 		}
 		excess -= slots
 	}
@@ -175,7 +190,7 @@ func (p *plan) idleBlock(d Down, id recordID, before int64) {
 	for d.Move && id != 0 { // what was copied while it had children leaves after them
 		r := l.recs.at(id)
 		parent := r.parent
-		if r.stamp > before || l.Meta(id).Pos[policy.DRAM] < 0 || !l.isIn(r, policy.NVMe) {
+		if r.stamp > before || l.Meta(id).Pos[policy.DRAM] < 0 || !l.isIn(r, policy.NVMe) || !l.isOpenLocked(id) { // or its drive is in trouble: idle is no reason to lose it
 			return
 		}
 		l.leaveLocked(id, policy.DRAM)
@@ -183,9 +198,35 @@ func (p *plan) idleBlock(d Down, id recordID, before int64) {
 	}
 }
 
+// worth tells whether a drive's class has room for a block, or something that is to leave before it. What stays in DRAM takes nobody's place that was used later, whatever the policy says: else what is idle in
+// DRAM and what lies on a full drive would take each other's place for ever.
+func (p *plan) worth(c *class, id recordID, stays bool) bool {
+	l := p.l
+	if p.byHand || len(c.free) > 0 || c.store.freeSlabs > 0 {
+		return true
+	}
+	now := p.now.UnixNano()
+	victim, ok := c.leaves.Next(now)
+	switch {
+	case !ok:
+		return true // allocateLocked says so
+	case stays:
+		return l.Stamp(victim) < l.Stamp(id)
+	}
+	return l.policy.Before(now, l, victim, id)
+}
+
+// planned is what became of a block in a plan.
+type planned uint8
+
+const (
+	done     planned = iota
+	notWorth         // all that is on its drive is worth more
+	full             // no drive takes more
+)
+
 // chain plans the copy of a block and, before it, of its ancestors that are not on a drive: a child without its parent is useless. Where that is more than there is room for in the plan, the first ones go first.
-// It answers false when no drive takes more.
-func (p *plan) chain(id recordID, leaves bool) bool {
+func (p *plan) chain(id recordID, leaves bool) planned {
 	l := p.l
 	path := []recordID{id}
 	for a := l.recs.at(id).parent; a != 0 && len(path) < chainMax; a = l.recs.at(a).parent {
@@ -196,39 +237,46 @@ func (p *plan) chain(id recordID, leaves bool) bool {
 	}
 	for i := len(path) - 1; i >= 0; i-- {
 		if len(p.out.List) >= p.limit {
-			return true
+			break
 		}
-		if !p.block(path[i], leaves && i == 0) {
-			return false
+		if r := p.block(path[i], leaves && i == 0); r != done {
+			return r
 		}
 	}
-	return true
+	return done
 }
 
 // block plans the copies of a block's shards that are not on a drive.
-func (p *plan) block(id recordID, leaves bool) bool {
+func (p *plan) block(id recordID, leaves bool) planned {
 	l := p.l
 	k, ok := l.driveForLocked(id)
 	if !ok {
-		return false
+		return full
 	}
+	l.lastDrive = int(k) - 1
 	r := l.recs.at(id)
 	e := &l.spaces[r.space]
 	c, memory := l.class(l.stores[k], e.slotBytes), l.classOfLocked(id, policy.DRAM)
 	leaf := l.Meta(id).Pos[policy.DRAM] >= 0
 	if leaf && memory.held >= memory.leaves.Len() { // what is moved cannot leave meanwhile: stores must find others that can
-		return false
+		p.held = true
+		return full
 	}
 	if leaves {
 		memory.leaving += int(r.in[policy.DRAM])
 	}
-	planned := 0
+	n, result := 0, full
 	for s := r.slots; s != 0; s = l.slot(s).next {
 		m := l.slot(s)
 		if l.storeOf(s).tier != policy.DRAM || m.state != SlotResident || m.pins == pinsMax || l.shardSlotLocked(id, uint16(m.shard), policy.NVMe) != 0 {
 			continue
 		}
 		l.pinMoveLocked(s) // before room is made: it must not be what leaves
+		if !p.worth(c, id, !leaves) {
+			l.unpinMoveLocked(s)
+			result = notWorth
+			break
+		}
 		d, ok := l.allocateLocked(p.now.UnixNano(), c)
 		if !ok {
 			l.unpinMoveLocked(s)
@@ -244,12 +292,15 @@ func (p *plan) block(id recordID, leaves bool) bool {
 		l.driveOf(&move, d)
 		p.out.List = append(p.out.List, move)
 		l.budget.tokens -= float64(e.slotBytes)
-		planned++
+		n++
 	}
 	if leaves { // those that were not planned do not leave by this
-		memory.leaving -= int(r.in[policy.DRAM]) - planned
+		memory.leaving -= int(r.in[policy.DRAM]) - n
 	}
-	return planned > 0
+	if n > 0 {
+		return done
+	}
+	return result
 }
 
 // driveForLocked is the drive that a block's shards go to: where others of its shards are, else the next one that has room, else the next one.
@@ -267,15 +318,11 @@ func (l *Ledger) driveForLocked(id recordID) (StoreID, bool) {
 			continue
 		}
 		if c := st.classes[slotBytes]; st.freeSlabs > 0 || (c != nil && len(c.free) > 0) {
-			l.lastDrive = int(k) - 1
 			return k, true
 		}
 		if open == 0 {
 			open = k
 		}
-	}
-	if open != 0 {
-		l.lastDrive = int(open) - 1
 	}
 	return open, open != 0
 }

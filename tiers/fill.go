@@ -166,14 +166,23 @@ func (l *Ledger) abortLocked(now time.Time, s SlotRef) {
 	l.dropIfEmptyLocked(id)
 }
 
-// Drop removes blocks by force, with their children left behind unmatchable. Nobody finds them from now on; slots that are pinned are free when the last pin goes.
+// Drop removes broken blocks by force, with their children left behind unmatchable. Nobody finds them from now on; slots that are pinned are free when the last pin goes.
 // It answers how many blocks lost a slot.
 func (l *Ledger) Drop(space SpaceRef, hashes []kvferry.Hash) int {
+	return l.drop(space, hashes, policy.NumTiers)
+}
+
+// DropFromPool is Drop of what blocks have in the pool alone: a copy on a drive may still be right, and is checked when it is read.
+func (l *Ledger) DropFromPool(space SpaceRef, hashes []kvferry.Hash) int {
+	return l.drop(space, hashes, policy.DRAM)
+}
+
+func (l *Ledger) drop(space SpaceRef, hashes []kvferry.Hash, tier int) int {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	n := 0
 	for i := range hashes {
-		if id := l.index.find(space, &hashes[i]); id != 0 && l.dropSlotsLocked(id, policy.NumTiers, Dropped) {
+		if id := l.index.find(space, &hashes[i]); id != 0 && l.dropSlotsLocked(id, tier, Broken) {
 			n++
 			l.counts.Dropped++
 		}
@@ -190,7 +199,11 @@ func (l *Ledger) DropFrom(space kvferry.SpaceID, h kvferry.Hash, tier int) bool 
 		return false
 	}
 	id := l.index.find(ref, &h)
-	return id != 0 && l.dropSlotsLocked(id, tier, Dropped)
+	if id == 0 || !l.dropSlotsLocked(id, tier, Broken) {
+		return false
+	}
+	l.counts.Dropped++
+	return true
 }
 
 // dropSlotsLocked removes what a block has in a tier, or in all of them (policy.NumTiers).

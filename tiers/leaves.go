@@ -7,13 +7,14 @@ import (
 	"github.com/kvferry/kvferry/tiers/policy"
 )
 
-// mayLeaveLocked tells whether a block may leave a tier: nothing holds it, no child of it lies there, and, where this is its only copy, nothing descends from it at all.
+// mayLeaveLocked tells whether a block may leave a tier: nothing holds it, no child of it lies there, and, where this is its only copy, nothing descends from it at all. The only copy in DRAM of a block whose
+// descendants are on a drive is among those that may leave too, since it may be moved there: see orphansLocked.
 func (l *Ledger) mayLeaveLocked(id recordID, tier int) bool {
 	r := l.recs.at(id)
 	if r.leases > 0 || r.filling[tier] > 0 || l.recs.aside(id).children[tier] > 0 {
 		return false
 	}
-	if r.children > 0 && !l.isIn(r, policy.NVMe+policy.DRAM-tier) {
+	if l.orphansLocked(id, tier) && (tier == policy.NVMe || len(l.stores) == 1) {
 		return false
 	}
 	some := false
@@ -27,6 +28,12 @@ func (l *Ledger) mayLeaveLocked(id recordID, tier int) bool {
 		some = true
 	}
 	return some
+}
+
+// orphansLocked tells whether descendants of a block could not be matched any more if it left a tier.
+func (l *Ledger) orphansLocked(id recordID, tier int) bool {
+	r := l.recs.at(id)
+	return r.children > 0 && !l.isIn(r, policy.NVMe+policy.DRAM-tier)
 }
 
 // leafChangedLocked puts a block into the sets of those that may leave, or takes it out, after something that decides it has changed.

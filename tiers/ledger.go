@@ -136,6 +136,8 @@ type Counts struct {
 	Demoted, Promoted                             uint64 // shards that were copied to NVMe, and back to DRAM
 	Released                                      uint64 // blocks that left DRAM and stay on NVMe
 	NotAdmitted                                   uint64 // blocks that were not written to NVMe because the write budget was short
+	NotWorth                                      uint64 // blocks that were not written to NVMe because all that is there is worth more
+	Forced                                        uint64 // blocks that had to go although others descend from them
 	DriveEvicted                                  uint64 // blocks that left NVMe to make room
 }
 

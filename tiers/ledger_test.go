@@ -9,6 +9,7 @@ import (
 
 	"github.com/kvferry/kvferry"
 	"github.com/kvferry/kvferry/tiers"
+	"github.com/kvferry/kvferry/tiers/policy"
 	"github.com/kvferry/kvferry/tiers/tierstest"
 )
 
@@ -30,6 +31,9 @@ type world struct {
 	shards []uint16
 	open   []openFill
 	pinned []openPin
+	read   [][]tiers.Reading
+	cursor tiers.Cursor
+	slot   [3]tiers.SlotRef           // where reading back goes on, by store
 	crc    map[string]map[uint32]bool // space, shard, hash → what was stored under it; a copy on a drive may be older than that in the pool
 }
 
@@ -53,6 +57,10 @@ func newWorld(t *testing.T, seed uint64) *world {
 		cfg.Drives = append(cfg.Drives, tierstest.NewSlots(1+w.r.IntN(12), 1<<20))
 	}
 	cfg.Limits.Changes = 1000
+	var err error
+	if cfg.Policy, err = policy.New([]string{"lru", "s3fifo", "reuse"}[w.r.IntN(3)], 100); err != nil {
+		t.Fatal(err)
+	}
 	w.l = tiers.New(cfg)
 	for i, s := range []tiers.SpaceShape{{Shards: 1, ShardBytes: 64 << 10}, {Shards: 2, ShardBytes: 64 << 10}, {Shards: 1, ShardBytes: 200_000}} {
 		s.ID = kvferry.SpaceID{byte(i + 1)}
@@ -78,7 +86,7 @@ func (w *world) step() {
 	space := w.r.IntN(len(w.spaces))
 	shard := uint16(w.r.IntN(int(w.shards[space])))
 	owner := tiers.Owner(1 + w.r.IntN(3))
-	switch w.r.IntN(14) {
+	switch w.r.IntN(16) {
 	case 0, 1, 2:
 		w.begin(space, shard)
 	case 3, 4:
@@ -97,7 +105,11 @@ func (w *world) step() {
 		case 1:
 			w.l.ReleaseKey(owner, "r0")
 		case 2:
-			w.l.Drop(w.spaces[space], []kvferry.Hash{w.chain()[0].Hash})
+			drop := w.l.Drop
+			if w.r.IntN(2) == 0 {
+				drop = w.l.DropFromPool
+			}
+			drop(w.spaces[space], []kvferry.Hash{w.chain()[0].Hash})
 		case 3:
 			b := w.chain()
 			_ = w.l.Lease(owner, "tail", w.spaces[space], b[len(b)-1].Hash, w.now.Add(3*time.Second))
@@ -122,6 +134,83 @@ func (w *world) step() {
 				w.l.SetWriteBudget(w.now, uint64(w.r.IntN(2))*uint64(w.r.IntN(1<<26)))
 			}
 		}
+	case 14:
+		w.byHand()
+	case 15:
+		w.readBack()
+	}
+}
+
+// selection is a few blocks of one space or all.
+func (w *world) selection() tiers.Selection {
+	blocks := w.chain()
+	sel := tiers.Selection{Prefix: blocks[len(blocks)-1].Hash[:[]int{0, 1, kvferry.HashSize}[w.r.IntN(3)]]}
+	if w.r.IntN(2) == 0 {
+		sel.Space = &kvferry.SpaceID{byte(1 + w.r.IntN(3))}
+	}
+	return sel
+}
+
+// byHand does what people ask for.
+func (w *world) byHand() {
+	sel := w.selection()
+	switch w.r.IntN(9) {
+	case 0:
+		if len(sel.Prefix) > 0 { // few
+			_, w.cursor = w.l.Evict(w.now, sel, w.r.IntN(policy.NumTiers+1), w.cursor)
+		}
+	case 1, 2:
+		part := w.l.PlanDemote(w.now, sel, w.cursor, w.r.Uint64N(4<<20))
+		w.plan(part.Moves)
+		w.cursor = part.Next
+	case 3, 4:
+		_, w.cursor = w.l.Release(w.now, sel, w.cursor)
+	case 5, 6:
+		ups, next := w.l.PlanUp(sel, w.cursor, w.r.Uint64N(4<<20))
+		for _, u := range ups {
+			w.plan(w.l.BeginPromote(w.now, w.spaces[u.Space.ID[0]-1], u.Shard, u.Hashes))
+		}
+		w.cursor = next
+	default:
+		for _, e := range w.l.Explain(w.now, sel, 5) {
+			if e.Block == nil && e.Removed == nil {
+				w.t.Fatalf("nothing is known of %v", e.Hash)
+			}
+			if e.Block != nil && e.Block.Complete && e.Block.Reachable != (e.Missing.IsZero() || e.MissingClosed) && !e.MissingClosed {
+				w.t.Fatalf("%v is reachable: %v, its missing ancestor is %v", e.Hash, e.Block.Reachable, e.Missing)
+			}
+		}
+	}
+}
+
+// readBack pins slots to be read, or ends that, at any time and in any order.
+func (w *world) readBack() {
+	if w.r.IntN(2) == 0 && len(w.read) < 4 {
+		k := w.r.IntN(w.l.Stores())
+		list, next := w.l.BeginReading(tiers.StoreID(k), w.slot[k], 1+w.r.IntN(10), 1<<20)
+		w.slot[k] = next
+		w.read = append(w.read, list)
+		return
+	}
+	w.endReading()
+}
+
+func (w *world) endReading() {
+	if len(w.read) == 0 {
+		return
+	}
+	i := w.r.IntN(len(w.read))
+	list := w.read[i]
+	w.read = append(w.read[:i], w.read[i+1:]...)
+	want := 0
+	for k := range list {
+		if w.r.IntN(12) == 0 {
+			list[k].Broken = true
+			want++
+		}
+	}
+	if got := w.l.EndReading(w.now, list); got > want {
+		w.t.Fatalf("%d slots were broken, %d removed", want, got)
 	}
 }
 
@@ -254,6 +343,9 @@ func TestMetamorphic(t *testing.T) {
 		}
 		for len(w.moves) > 0 {
 			w.endMove()
+		}
+		for len(w.read) > 0 {
+			w.endReading()
 		}
 		for o := range tiers.Owner(5) {
 			w.l.ReleaseOwner(o)

@@ -1,7 +1,6 @@
 package tiers
 
 import (
-	"math"
 	"time"
 
 	"github.com/kvferry/kvferry"
@@ -33,9 +32,6 @@ type Moves struct {
 	NoRoom int
 }
 
-// moveOwner owns the pins of moves.
-const moveOwner Owner = math.MaxUint64
-
 // BeginPromote takes a DRAM slot for every block whose shard is on a drive and not in DRAM, and pins it there. hashes is packed.
 func (l *Ledger) BeginPromote(now time.Time, space SpaceRef, shard uint16, hashes []byte) Moves {
 	l.mu.Lock()
@@ -60,6 +56,7 @@ func (l *Ledger) BeginPromote(now time.Time, space SpaceRef, shard uint16, hashe
 			continue
 		}
 		l.pinMoveLocked(s)
+		l.recs.at(id).stamp = max(l.recs.at(id).stamp, now.UnixNano()) // who asks for it to come will want it: else it is idle still, and goes again at once
 		ids, out.At = append(ids, id), append(out.At, i)
 		out.List = append(out.List, Move{From: l.placeLocked(s, e.shape.ShardBytes)})
 	}
@@ -140,7 +137,7 @@ func (l *Ledger) EndMove(now time.Time, m *Move, copied bool) {
 	l.unpinMoveLocked(m.From.Slot)
 	if down {
 		l.counts.Demoted++
-		if m.Leaves && l.Meta(id).Pos[policy.DRAM] >= 0 && l.isIn(l.recs.at(id), policy.NVMe) {
+		if m.Leaves && l.Meta(id).Pos[policy.DRAM] >= 0 && l.isIn(l.recs.at(id), policy.NVMe) && l.isOpenLocked(id) {
 			l.leaveLocked(id, policy.DRAM)
 		}
 	} else {

@@ -230,22 +230,31 @@ func (l *Ledger) coldestSlabLocked(now int64, c *class) int {
 // leaseWalkMax bounds the blocks that one look for leased chains goes over: some tens of milliseconds.
 const leaseWalkMax = 1 << 20
 
-// leasedSlabsLocked are the slabs that hold blocks of leased chains: a lease is on the last block and keeps its ancestors. It answers false when there are too many to look at.
-func (l *Ledger) leasedSlabsLocked() (map[int]bool, bool) {
-	slabs, seen := map[int]bool{}, map[recordID]bool{}
+// leasedBlocksLocked are the blocks of leased chains: a lease is on the last block and keeps its ancestors. It answers false when there are too many to look at.
+func (l *Ledger) leasedBlocksLocked() (map[recordID]bool, bool) {
+	seen := map[recordID]bool{}
 	for _, h := range l.holds.byID {
 		for id := h.block; id != 0 && !seen[id]; id = l.recs.at(id).parent {
 			seen[id] = true
 			if len(seen) > leaseWalkMax {
 				return nil, false
 			}
-			for s := l.recs.at(id).slots; s != 0; s = l.slot(s).next {
-				i, _ := s.split()
-				slabs[i] = true
-			}
 		}
 	}
-	return slabs, true
+	return seen, true
+}
+
+// leasedSlabsLocked are the slabs that hold blocks of leased chains.
+func (l *Ledger) leasedSlabsLocked() (map[int]bool, bool) {
+	blocks, ok := l.leasedBlocksLocked()
+	slabs := map[int]bool{}
+	for id := range blocks {
+		for s := l.recs.at(id).slots; s != 0; s = l.slot(s).next {
+			i, _ := s.split()
+			slabs[i] = true
+		}
+	}
+	return slabs, ok
 }
 
 func (l *Ledger) slabMayLeaveLocked(s *slab) bool {
@@ -363,20 +372,52 @@ func (l *Ledger) arrivedLocked(now int64, id recordID, b Block) {
 	l.policy.New(now, l.Meta(id), parent, policy.Arrival{Hash: hashLow(&r.hash), Partial: b.Partial, Retention: b.Retention})
 }
 
-// evictLeafLocked removes from a class the block that is to leave next. It answers false when none may.
+// evictTries bounds the blocks that are passed over because others descend from them.
+const evictTries = 16
+
+// evictLeafLocked removes from a class the block that is to leave next. It answers false when none may. Blocks in DRAM from which others descend, on a drive, are to be moved and not to be lost: one of them goes
+// only where nothing else may, and no chain that is leased needs it.
 func (l *Ledger) evictLeafLocked(now int64, c *class) bool {
-	id, ok := c.leaves.Next(now)
-	if !ok {
+	var passed []recordID
+	defer func() {
+		for _, id := range passed {
+			l.leafChangedLocked(id)
+		}
+	}()
+	for range evictTries {
+		id, ok := c.leaves.Next(now)
+		if !ok {
+			break
+		}
+		if !l.orphansLocked(id, c.store.tier) {
+			l.leaveLocked(id, c.store.tier)
+			return true
+		}
+		c.leaves.Remove(id)
+		passed = append(passed, id)
+	}
+	if len(passed) == 0 {
 		return false
 	}
-	l.leaveLocked(id, c.store.tier)
-	return true
+	leased, ok := l.leasedBlocksLocked()
+	for i, id := range passed {
+		if ok && !leased[id] {
+			passed = append(passed[:i:i], passed[i+1:]...)
+			l.leafChangedLocked(id)
+			l.leaveLocked(id, c.store.tier)
+			return true
+		}
+	}
+	return false
 }
 
 // leaveLocked takes a block that may leave out of a tier.
 func (l *Ledger) leaveLocked(id recordID, tier int) {
 	why := Evicted
 	switch {
+	case l.orphansLocked(id, tier):
+		why = Forced
+		l.counts.Forced++
 	case tier == policy.NVMe:
 		l.counts.DriveEvicted++
 	case l.isIn(l.recs.at(id), policy.NVMe):

@@ -1,7 +1,10 @@
 package tiers
 
 import (
+	"fmt"
+
 	"github.com/kvferry/kvferry/tiers/policy"
+	"github.com/kvferry/kvferry/tiers/pool"
 )
 
 // StoreID names one memory of the node: 0 is the pool, the drives come after it in the order of Config.Drives.
@@ -41,6 +44,19 @@ func (l *Ledger) addStoreLocked(tier int, slots Slots) {
 	for range st.slabs {
 		l.slabs = append(l.slabs, slab{store: id})
 	}
+}
+
+// AddDrive adds a drive that has come later, empty until it is adopted. It is closed: nothing is moved there before whoever moves knows of it, and says SetOpen.
+func (l *Ledger) AddDrive(slots Slots) (StoreID, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if len(l.slabs)+slots.Slabs() > pool.SlabsMax {
+		return 0, fmt.Errorf("%w: %d slabs", ErrLimit, pool.SlabsMax)
+	}
+	l.addStoreLocked(policy.NVMe, slots)
+	id := StoreID(len(l.stores) - 1)
+	l.stores[id].closed = true
+	return id, nil
 }
 
 func (l *Ledger) class(st *store, slotBytes uint64) *class {

@@ -11,6 +11,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
 
 	kvferryv1 "github.com/kvferry/kvferry/proto/kvferry/v1"
@@ -29,6 +30,12 @@ type canned struct {
 	spaces  []*kvferryv1.SpaceInfo
 	blocks  func(*kvferryv1.BlocksRequest) (*kvferryv1.BlocksResponse, error)
 	offers  []*kvferryv1.OfferInfo
+	tiers   *kvferryv1.TiersResponse
+	asked   []proto.Message // Evict, Demote, PrefetchBlocks
+	verify  []*kvferryv1.VerifyResponse
+	explain func(*kvferryv1.ExplainRequest) *kvferryv1.ExplainResponse
+	trace   []*kvferryv1.TraceResponse
+	traced  chan struct{} // closed when all of trace is sent; the stream ends then if it is nil
 	yaml    string        // of Config, where it is not empty
 	hang    chan struct{} // closed when Config is asked; it then waits for its context
 }
@@ -69,6 +76,68 @@ func (c *canned) Version(context.Context, *kvferryv1.VersionRequest) (*kvferryv1
 	return &kvferryv1.VersionResponse{Version: "0.1.0", WireVersion: 1, PoolFormat: 1, GoVersion: "go1.26.8"}, nil
 }
 
+func (c *canned) Tiers(context.Context, *kvferryv1.TiersRequest) (*kvferryv1.TiersResponse, error) {
+	return c.tiers, nil
+}
+
+func (c *canned) Evict(_ context.Context, q *kvferryv1.EvictRequest) (*kvferryv1.EvictResponse, error) {
+	c.asked = append(c.asked, q)
+	if q.From == 0 {
+		return &kvferryv1.EvictResponse{Blocks: 12_000, Next: 7}, nil
+	}
+	return &kvferryv1.EvictResponse{Blocks: 345}, nil
+}
+
+func (c *canned) Demote(_ context.Context, q *kvferryv1.DemoteRequest) (*kvferryv1.DemoteResponse, error) {
+	c.asked = append(c.asked, q)
+	switch {
+	case c.tiers == nil:
+		return nil, status.Error(codes.FailedPrecondition, "tiering: this node has no drives (nvme.drives)")
+	case !q.Blocks.All:
+		return &kvferryv1.DemoteResponse{Blocks: 2, Present: 1, Left: 1}, nil
+	case q.From == 0:
+		return &kvferryv1.DemoteResponse{Blocks: 1000, Next: 1<<32 | 5}, nil
+	}
+	return &kvferryv1.DemoteResponse{Blocks: 1, Present: 1, Left: 1002, Failed: 1, NoRoom: 4, UnderWay: 3}, nil
+}
+
+func (c *canned) PrefetchBlocks(_ context.Context, q *kvferryv1.PrefetchBlocksRequest) (*kvferryv1.PrefetchBlocksResponse, error) {
+	c.asked = append(c.asked, q)
+	if q.Blocks.All {
+		return &kvferryv1.PrefetchBlocksResponse{Blocks: 4096, NoRoom: 1}, nil
+	}
+	return &kvferryv1.PrefetchBlocksResponse{Blocks: 1}, nil
+}
+
+func (c *canned) Verify(_ *kvferryv1.VerifyRequest, s grpc.ServerStreamingServer[kvferryv1.VerifyResponse]) error {
+	for _, r := range c.verify {
+		if err := s.Send(r); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (c *canned) Explain(_ context.Context, q *kvferryv1.ExplainRequest) (*kvferryv1.ExplainResponse, error) {
+	return c.explain(q), nil
+}
+
+func (c *canned) Trace(_ *kvferryv1.TraceRequest, s grpc.ServerStreamingServer[kvferryv1.TraceResponse]) error {
+	if err := s.SendHeader(nil); err != nil {
+		return err
+	}
+	for _, r := range c.trace {
+		if err := s.Send(r); err != nil {
+			return err
+		}
+	}
+	if c.traced != nil {
+		close(c.traced)
+		<-s.Context().Done()
+	}
+	return nil
+}
+
 // listen serves c on a socket until the test ends.
 func listen(t *testing.T, c *canned) (socket string) {
 	t.Helper()
@@ -107,7 +176,7 @@ func node() *canned {
 	}
 	blocks := []*kvferryv1.BlockInfo{
 		{SpaceId: id(0x3f, 32), Hash: id(0x90, 32), Parent: id(0x11, 32), Matchable: true, ShardsResident: 2, Leases: 1, Tier: "dram", Bytes: 4 << 20, IdleMs: 90_500},
-		{SpaceId: id(0x3f, 32), Hash: id(0x11, 32), Parent: make([]byte, 32), Matchable: true, ShardsResident: 2, Children: 1, Pins: 3, Tier: "dram", Bytes: 4 << 20, IdleMs: 12},
+		{SpaceId: id(0x3f, 32), Hash: id(0x11, 32), Parent: make([]byte, 32), Matchable: true, ShardsResident: 2, Children: 1, Pins: 3, Tier: "dram+nvme", Bytes: 4 << 20, IdleMs: 12},
 		{SpaceId: id(0x3f, 32), Hash: id(0xd0, 32), Parent: id(0xaa, 32), ShardsResident: 1, Tier: "dram", Bytes: 2 << 20, IdleMs: 7_300_000},
 	}
 	return &canned{
@@ -125,7 +194,7 @@ func node() *canned {
 			{SessionId: 7, Role: kvferryv1.Role_ROLE_SCHEDULER, Instance: "prefill-0", Pid: 4700, Engine: "vllm", SpaceId: id(0x3f, 32), Mode: "none", AttachedUnixMs: before(27 * time.Minute), Leases: 14},
 		},
 		spaces: []*kvferryv1.SpaceInfo{
-			{SpaceId: id(0x3f, 32), Space: space("meta/llama-70b", "bfloat16", 2), Preimage: preimage("meta/llama-70b", "bfloat16", "2"), ShardBytes: 2 << 20, Shards: 2, Blocks: 12_345, Bytes: 49_380 << 20},
+			{SpaceId: id(0x3f, 32), Space: space("meta/llama-70b", "bfloat16", 2), Preimage: preimage("meta/llama-70b", "bfloat16", "2"), ShardBytes: 2 << 20, Shards: 2, Blocks: 12_345, Bytes: 49_380 << 20, DramBlocks: 2_345, NvmeBlocks: 12_000, DramBytes: 9_380 << 20, NvmeBytes: 40_000 << 20},
 			{SpaceId: id(0x3e, 32), Space: space("meta/llama-70b", "fp8_e4m3", 4), Preimage: preimage("meta/llama-70b", "fp8_e4m3", "4"), ShardBytes: 512 << 10, Shards: 4},
 		},
 		blocks: func(q *kvferryv1.BlocksRequest) (*kvferryv1.BlocksResponse, error) {
@@ -140,6 +209,20 @@ func node() *canned {
 			}
 			return r, nil
 		},
+		tiers: &kvferryv1.TiersResponse{
+			Policy: "s3fifo", PromotedShards: 1_204, DemotedShards: 98_765, NotAdmittedBlocks: 1,
+			Stores: []*kvferryv1.StoreInfo{
+				{Tier: "dram", Name: "/dev/shm/kvferry.pool", CapacityBytes: 16 << 30, UsedBytes: 5<<30 + 300<<20, FreeBytes: 11<<30 - 300<<20, Blocks: 2_345, Health: kvferryv1.Health_HEALTH_OK, ReadRate: 11e9, Running: 1},
+				{Tier: "nvme", Name: "/mnt/a/kvferry", CapacityBytes: 1 << 40, UsedBytes: 700 << 30, FreeBytes: 324 << 30, Blocks: 350_000, Health: kvferryv1.Health_HEALTH_OK, Engine: "uring", ReadBytes: 9 << 40,
+					WrittenBytes: 2 << 40, ReadP50Us: 410, ReadP99Us: 2_300, WriteP50Us: 900, WriteP99Us: 31_000, LifetimeWrittenBytes: 81 << 40, ReadRate: 6.4e9, Queued: 3, Running: 2},
+				{Tier: "nvme", Name: "/mnt/b/kvferry", CapacityBytes: 1 << 40, FreeBytes: 1 << 40, Health: kvferryv1.Health_HEALTH_OK, Engine: "threads: io_uring is forbidden here (EPERM)"},
+			},
+		},
+		verify: []*kvferryv1.VerifyResponse{
+			{SlotsTotal: 1000}, {Slots: 90, SlotsTotal: 1000, Bytes: 90 << 20}, {Slots: 333, SlotsTotal: 1000, Bytes: 333 << 20}, {Slots: 340, SlotsTotal: 1000, Bytes: 340 << 20},
+			{Slots: 999, SlotsTotal: 1000, Bytes: 999 << 20}, {Slots: 1000, SlotsTotal: 1000, Bytes: 1000 << 20, Done: true},
+		},
+		explain: explained,
 		offers: []*kvferryv1.OfferInfo{
 			{OfferId: id(0x20, 16), RequestId: "req-17", Instance: "prefill-0", State: "ended", Reason: "expired", Blocks: 40, Tokens: 650, AgeMs: 130_000, Path: "pool"},
 			{OfferId: id(0x21, 16), RequestId: "req-18", Instance: "prefill-0", State: "claimed", Blocks: 512, Tokens: 8200, AgeMs: 800, ExpiresInMs: 119_200, ClaimedBy: "decode-3", Path: "pool, tcp"},
@@ -148,11 +231,37 @@ func node() *canned {
 	}
 }
 
+// explained knows one block that is here, one that is not, and a request.
+func explained(q *kvferryv1.ExplainRequest) *kvferryv1.ExplainResponse {
+	here := &kvferryv1.BlockExplanation{
+		Hash: id(0x90, 32), SpaceId: id(0x3f, 32), Verdict: "miss: it is here, but not its ancestor 1122: it was evicted to make room, from dram, 3m0s ago", MissingAncestor: id(0x11, 32),
+		Block: &kvferryv1.BlockInfo{SpaceId: id(0x3f, 32), Hash: id(0x90, 32), Parent: id(0x11, 32), ShardsResident: 2, Leases: 1, Tier: "dram+nvme", Bytes: 4 << 20, IdleMs: 90_500},
+	}
+	gone := &kvferryv1.BlockExplanation{Hash: id(0x11, 32), SpaceId: id(0x3f, 32), Verdict: "miss: it was evicted to make room, from dram, 3m0s ago", RemovedReason: "evicted", RemovedUnixMs: before(3 * time.Minute), RemovedTier: "dram"}
+	r := &kvferryv1.ExplainResponse{}
+	for _, b := range []*kvferryv1.BlockExplanation{here, gone} {
+		if len(q.HashPrefix) > 0 && string(b.Hash[:len(q.HashPrefix)]) == string(q.HashPrefix) {
+			r.Blocks = append(r.Blocks, b)
+		}
+	}
+	if q.RequestId == "cmpl-17" {
+		r.Lookups = []*kvferryv1.LookupExplanation{
+			{AtUnixMs: before(12 * time.Second), RequestId: "cmpl-17", Instance: "decode-0", SpaceId: id(0x3f, 32), AskedBlocks: 40, DramBlocks: 40, Reason: "all that was asked for was found"},
+			{AtUnixMs: before(time.Minute), RequestId: "cmpl-17", Instance: "prefill-0", SpaceId: id(0x3f, 32), AskedBlocks: 40, DramBlocks: 6, NvmeBlocks: 1, Reason: "the next block was in no tier of this node",
+				FirstMissed: gone},
+		}
+	}
+	return r
+}
+
 // ill is a node with problems.
 func ill() *canned {
 	c := node()
 	c.status.Health = kvferryv1.Health_HEALTH_DEGRADED
 	c.status.Draining = true
+	c.tiers.Stores[1].Health, c.tiers.Stores[1].Reason, c.tiers.Stores[1].SinceUnixMs = kvferryv1.Health_HEALTH_DEGRADED, "nvme: device error: write slab 3, slot 9: input/output error", before(90*time.Second)
+	c.tiers.Stores[2].Slow = "slower than recomputing: 2s against 100ms"
+	c.verify[5].Broken, c.verify[5].Unreadable, c.verify[5].Skipped = 1, 2, 1200
 	c.status.Problems = []*kvferryv1.Problem{
 		{Component: "pool", Reason: "full of leased blocks: stores are refused", SinceUnixMs: before(42 * time.Second), NextCommand: "kvferry workers"},
 		{Component: "peer 10.0.0.2:7400", Reason: "connection refused", SinceUnixMs: before(5*time.Minute + 12*time.Second), NextCommand: "kvferry offers"},
@@ -176,6 +285,13 @@ func hostile() *canned {
 	}
 	for _, o := range c.offers {
 		poison(o.ProtoReflect())
+	}
+	poison(c.tiers.ProtoReflect())
+	known := c.explain
+	c.explain = func(q *kvferryv1.ExplainRequest) *kvferryv1.ExplainResponse {
+		r := known(q)
+		poison(r.ProtoReflect())
+		return r
 	}
 	inner := c.blocks
 	c.blocks = func(q *kvferryv1.BlocksRequest) (*kvferryv1.BlocksResponse, error) {

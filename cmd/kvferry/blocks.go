@@ -50,20 +50,8 @@ func (a *app) blocksRequest(ctx context.Context, space, prefix string, limit uin
 	if err != nil || len(hash) > 32 {
 		return nil, fmt.Errorf("--prefix %q: must be an even number of hexadecimal digits, at most 64", prefix)
 	}
-	q := &kvferryv1.BlocksRequest{HashPrefix: hash, Limit: limit}
-	if space == "" {
-		return q, nil
-	}
-	r, err := a.askSpaces(ctx)
-	if err != nil {
-		return nil, err
-	}
-	found, err := findSpace(r.Spaces, space)
-	if err != nil {
-		return nil, err
-	}
-	q.SpaceId = found.SpaceId
-	return q, nil
+	id, err := a.spaceID(ctx, space)
+	return &kvferryv1.BlocksRequest{SpaceId: id, HashPrefix: hash, Limit: limit}, err
 }
 
 func blocksTable(w io.Writer, r *kvferryv1.BlocksResponse) error {

@@ -1,6 +1,6 @@
-// Command kvferry looks into the daemon of this node over its Admin socket: what is wrong, who is attached, what lies where. It changes nothing.
+// Command kvferry looks into the daemon of this node over its Admin socket: what is wrong, who is attached, what lies where and why. Four commands change something: evict, demote, prefetch and verify.
 //
-// It ends with 0 when the daemon is well, 1 when it is degraded (status only), 2 when it cannot be reached, 3 when the request was wrong.
+// It ends with 0 when all is well, 1 when the daemon is degraded, something was broken or not everything could be done, 2 when the daemon cannot be reached, 3 when the request was wrong.
 package main
 
 import (
@@ -10,6 +10,8 @@ import (
 	"runtime/debug"
 	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 func main() {
@@ -19,10 +21,18 @@ func main() {
 		build:  build(),
 		out:    os.Stdout,
 		err:    os.Stderr,
-		now:    time.Now,
+
+		terminal: isTerminal(os.Stderr),
+		now:      time.Now,
 	})
 	stop()
 	os.Exit(code)
+}
+
+// isTerminal tells whether somebody looks at a file as it is written.
+func isTerminal(f *os.File) bool {
+	_, err := unix.IoctlGetTermios(int(f.Fd()), unix.TCGETS)
+	return err == nil
 }
 
 // version is set by the linker (make build).

@@ -76,6 +76,31 @@ func TestGolden(t *testing.T) {
 		"blocks_wrong_limit": {"blocks", "--limit", "0"},
 		"offers":             {"offers"},
 		"offers_json":        {"offers", "-o", "json"},
+		"tiers":              {"tiers"},
+		"tiers_json":         {"tiers", "-o", "json"},
+		"evict":              {"evict", "90", "--tier", "dram"},
+		"evict_json":         {"evict", "--all", "--yes", "--space", "3f", "-o", "json"},
+		"evict_all":          {"evict", "--all"},
+		"evict_none":         {"evict"},
+		"evict_both":         {"evict", "--all", "90"},
+		"evict_odd":          {"evict", "901"},
+		"evict_wrong_tier":   {"evict", "90", "--tier", "hbm"},
+		"demote":             {"demote", "9011"},
+		"demote_all":         {"demote", "--all", "--move"},
+		"demote_json":        {"demote", "9011", "-o", "json"},
+		"prefetch":           {"prefetch", "90"},
+		"prefetch_all":       {"prefetch", "--all"},
+		"prefetch_json":      {"prefetch", "90", "-o", "json"},
+		"verify":             {"verify"},
+		"verify_json":        {"verify", "--tier", "nvme", "-o", "json"},
+		"verify_wrong_tier":  {"verify", "--tier", "hbm"},
+		"explain":            {"explain", "90"},
+		"explain_gone":       {"explain", "1122"},
+		"explain_request":    {"explain", "cmpl-17"},
+		"explain_json":       {"explain", "11", "-o", "json"},
+		"explain_unknown":    {"explain", "77"},
+		"explain_none":       {"explain"},
+		"trace_no_file":      {"trace", "record"},
 		"config":             {"config"},
 		"config_json":        {"config", "-o", "json"},
 		"version":            {"version"},
@@ -91,6 +116,8 @@ func TestGolden(t *testing.T) {
 		t.Run(name, func(t *testing.T) { golden(t, name, kvferry(t, well, args...)) })
 	}
 	t.Run("degraded", func(t *testing.T) { golden(t, "degraded", kvferry(t, sick, "status")) })
+	t.Run("tiers_degraded", func(t *testing.T) { golden(t, "tiers_degraded", kvferry(t, sick, "tiers")) })
+	t.Run("verify_broken", func(t *testing.T) { golden(t, "verify_broken", kvferry(t, sick, "verify")) })
 	t.Run("degraded_json", func(t *testing.T) { golden(t, "degraded_json", kvferry(t, sick, "status", "-o", "json")) })
 }
 
@@ -98,7 +125,7 @@ func TestGolden(t *testing.T) {
 func TestHostile(t *testing.T) {
 	socket := listen(t, hostile())
 	var all strings.Builder
-	for _, args := range [][]string{{"status"}, {"workers"}, {"spaces"}, {"spaces", "diff", "3f", "3e"}, {"blocks"}, {"offers"}, {"config"}, {"version"},
+	for _, args := range [][]string{{"status"}, {"workers"}, {"spaces"}, {"spaces", "diff", "3f", "3e"}, {"blocks"}, {"offers"}, {"config"}, {"version"}, {"tiers"}, {"explain", "90"}, {"explain", "cmpl-17"},
 		{"status", "-o", "json"}, {"offers", "-o", "json"}, {"config", "-o", "json"}} {
 		all.WriteString(kvferry(t, socket, args...))
 	}

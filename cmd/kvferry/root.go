@@ -28,6 +28,7 @@ type environment struct {
 	socket   string // KVFERRY_ADMIN_SOCKET
 	build    string // version of this command
 	out, err io.Writer
+	terminal bool // err is one
 	now      func() time.Time
 }
 
@@ -67,8 +68,10 @@ func (a *app) root() *cobra.Command {
 	root := &cobra.Command{
 		Use:   "kvferry",
 		Short: "Look into the kvferry daemon of this node",
-		Long: "kvferry looks into the kvferry daemon of this node. It changes nothing.\n\n" +
-			"It ends with 0 when all is well, 1 when the daemon is degraded (status), 2 when it cannot be reached, 3 when the request was wrong.",
+		Long: "kvferry looks into the kvferry daemon of this node. It changes nothing, but for four commands that say so: evict removes blocks, demote and prefetch move them between DRAM and the drives, and verify\n" +
+			"removes those that it finds broken. trace record writes a file of its own.\n\n" +
+			"It ends with 0 when all is well, 1 when the daemon is degraded (status, tiers), something was broken (verify) or not everything could be done (demote, prefetch), 2 when the daemon cannot be reached,\n" +
+			"3 when the request was wrong.",
 		SilenceUsage:  true,
 		SilenceErrors: true,
 		Args:          cobra.NoArgs,
@@ -94,7 +97,8 @@ func (a *app) root() *cobra.Command {
 	f.StringVar(&a.path, "socket", path, "the daemon's Admin socket; $KVFERRY_ADMIN_SOCKET where that is set")
 	f.StringVarP(&a.output, "output", "o", "table", "table or json")
 	f.DurationVar(&a.timeout, "timeout", 5*time.Second, "how long the daemon may take to answer")
-	root.AddCommand(a.status(), a.workers(), a.spaces(), a.blocks(), a.offers(), a.fetches(), a.config(), a.version())
+	root.AddCommand(a.status(), a.workers(), a.spaces(), a.blocks(), a.offers(), a.fetches(), a.tiers(), a.evict(), a.demote(), a.prefetch(), a.verify(), a.explain(), a.trace(), a.simulate(), a.size(),
+		a.config(), a.version())
 	root.CompletionOptions.HiddenDefaultCmd = true
 	return root
 }

@@ -50,11 +50,11 @@ func (a *app) askSpaces(ctx context.Context) (*kvferryv1.SpacesResponse, error) 
 }
 
 func spacesTable(w io.Writer, spaces []*kvferryv1.SpaceInfo) error {
-	rows := [][]string{{"SPACE", "MODEL", "DTYPE", "ATTENTION", "LAYOUT", "TP", "BLOCK TOKENS", "SHARD", "SHARDS", "BLOCKS", "BYTES"}}
+	rows := [][]string{{"SPACE", "MODEL", "DTYPE", "ATTENTION", "LAYOUT", "TP", "BLOCK TOKENS", "SHARD", "SHARDS", "BLOCKS", "IN DRAM", "ON NVME", "BYTES"}}
 	for _, s := range spaces {
 		p := s.Space
 		rows = append(rows, []string{shortID(s.SpaceId), p.GetModel(), p.GetKvDtype(), p.GetAttention(), p.GetLayout(), fmt.Sprint(p.GetTp()), fmt.Sprint(p.GetBlockTokens()),
-			size(s.ShardBytes), fmt.Sprint(s.Shards), count(s.Blocks), size(s.Bytes)})
+			size(s.ShardBytes), fmt.Sprint(s.Shards), count(s.Blocks), count(s.DramBlocks), count(s.NvmeBlocks), size(s.Bytes)})
 	}
 	return table(w, rows)
 }

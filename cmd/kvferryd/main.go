@@ -81,6 +81,7 @@ func configure(args []string, stdout io.Writer) (daemon.Config, *child, bool, er
 	poolPath := f.String("pool-path", "", "pool.path: file on tmpfs or hugetlbfs")
 	poolSize := f.String("pool-size", "", "pool.size: such as 64GiB; no default")
 	slab := f.String("pool-slab", "", "pool.slab: power of two, 2MiB to 64MiB; a small pool wants small slabs")
+	drives := f.StringArray("nvme-drive", nil, "nvme.drives: FILE=SIZE of a drive, such as /mnt/nvme0/kvferry=800GiB; may be repeated")
 	peer := f.String("peer-listen", "", "peer.listen: host:port for other daemons (control)")
 	peerAdvertise := f.String("peer-advertise", "", "peer.advertise: host:port that other daemons are told")
 	data := f.String("data-listen", "", "data.listen: host:port for other daemons (bytes)")
@@ -131,6 +132,11 @@ func configure(args []string, stdout io.Writer) (daemon.Config, *child, bool, er
 			if *to.key, err = daemon.ParseBytes(to.value); err != nil {
 				return daemon.Config{}, nil, false, fmt.Errorf("--%s: %w", flag, err)
 			}
+		}
+	}
+	if f.Changed("nvme-drive") {
+		if cfg.NVMe.Drives, err = daemon.ParseDrives(*drives); err != nil {
+			return daemon.Config{}, nil, false, fmt.Errorf("--nvme-drive: %w", err)
 		}
 	}
 	if err := cfg.Validate(); err != nil {

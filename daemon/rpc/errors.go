@@ -10,6 +10,7 @@ import (
 	"github.com/kvferry/kvferry/daemon/handoff"
 	"github.com/kvferry/kvferry/daemon/mover"
 	"github.com/kvferry/kvferry/daemon/session"
+	"github.com/kvferry/kvferry/daemon/tiering"
 	"github.com/kvferry/kvferry/tiers"
 	"github.com/kvferry/kvferry/transport"
 )
@@ -19,6 +20,7 @@ var table = []struct {
 	err  error
 	code codes.Code
 }{
+	{tiering.ErrNotDurable, codes.Aborted}, // whatever the reason was
 	{session.ErrInvalid, codes.InvalidArgument},
 	{session.ErrState, codes.FailedPrecondition},
 	{session.ErrLimit, codes.ResourceExhausted},
@@ -34,6 +36,8 @@ var table = []struct {
 	{tiers.ErrBusy, codes.ResourceExhausted},
 	{tiers.ErrLimit, codes.ResourceExhausted},
 	{tiers.ErrSpace, codes.InvalidArgument},
+	{tiering.ErrNoDrives, codes.FailedPrecondition},
+	{tiering.ErrVerifying, codes.ResourceExhausted},
 	{mover.ErrBusy, codes.ResourceExhausted},
 	{transport.ErrLink, codes.Unavailable},
 	{transport.ErrRefused, codes.NotFound},

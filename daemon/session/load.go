@@ -317,7 +317,7 @@ func (o *operation) dropBroken() {
 			broken = append(broken, hashAt(hashes, i))
 		}
 	}
-	if n := o.s.m.cfg.Ledger.Drop(space, broken); n > 0 {
+	if n := o.s.m.cfg.Ledger.DropFromPool(space, broken); n > 0 {
 		o.s.log.Error("blocks in the pool were broken, and removed", "blocks", n, "first", broken[0])
 		o.s.m.cfg.Counters.Add("broken_blocks", "pool", n)
 	}

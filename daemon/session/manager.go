@@ -88,6 +88,7 @@ type Manager struct {
 	within   time.Duration // of draining
 	lendings lendings
 	finds    finds
+	lookups  lookups
 }
 
 // New makes a manager without sessions.

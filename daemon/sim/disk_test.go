@@ -262,11 +262,11 @@ func (n *node) checkDisk(k *disk, drive *nvme.Drive, keep []pool.Resident) {
 	}
 }
 
-// durable are the blocks that must be on the node's disks after whatever happens to its daemon.
-func (n *node) durable() (out []tiers.BlockView) {
-	all, _ := n.daemon.ledger.Blocks(time.Now(), nil, nil, 1<<20)
+// durable are the blocks that must be on the node's disks after whatever has happened to the daemon.
+func (d *daemon) durable() (out []tiers.BlockView) {
+	all, _ := d.ledger.Blocks(time.Now(), nil, nil, 1<<20)
 	for _, v := range all {
-		if v.InTier[policy.NVMe] > 0 && !n.disks[v.Drive-1].harmed {
+		if v.InTier[policy.NVMe] > 0 && !d.node.disks[v.Drive-1].harmed {
 			out = append(out, v)
 		}
 	}
@@ -276,6 +276,9 @@ func (n *node) durable() (out []tiers.BlockView) {
 // checkDurable: a block that a daemon had on an unharmed disk is there for the next one.
 func (n *node) checkDurable() {
 	for _, v := range n.left {
+		if n.disks[v.Drive-1].harmed { // since, while nobody was there
+			continue
+		}
 		ref, _, ok := n.daemon.ledger.FindSpace(v.Space)
 		if !ok {
 			n.w.fatalf("%s: the space of block %v, which was on a disk, is forgotten", n.name, v.Hash)

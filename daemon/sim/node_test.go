@@ -21,6 +21,7 @@ import (
 	"github.com/kvferry/kvferry/daemon/tiering"
 	"github.com/kvferry/kvferry/tiers"
 	"github.com/kvferry/kvferry/tiers/nvme"
+	"github.com/kvferry/kvferry/tiers/policy"
 	"github.com/kvferry/kvferry/tiers/pool"
 	"github.com/kvferry/kvferry/transport"
 )
@@ -95,6 +96,9 @@ func (n *node) start() {
 	onDisks := n.openDisks(d)
 	cfg := tiers.Config{Pool: d.slots, Limits: tiers.DefaultLimits}
 	cfg.Limits.Changes = 4096
+	if cfg.Policy, err = policy.New([]string{"lru", "reuse", "s3fifo"}[n.w.seed/3%3], 200); err != nil {
+		n.w.fatalf("policy: %v", err)
+	}
 	for _, k := range d.drives {
 		cfg.Drives = append(cfg.Drives, k)
 	}
@@ -193,8 +197,9 @@ func (n *node) stop() {
 		}
 	}
 	n.drain()
-	n.left = n.durable()
-	n.down().close()
+	d := n.down()
+	d.close()
+	n.left = d.durable() // until it has stopped, blocks leave
 	for _, p := range n.procs {
 		p.lost()
 	}
@@ -205,8 +210,8 @@ func (n *node) crash() {
 	if n.daemon == nil {
 		return
 	}
-	n.left = n.durable()
 	d := n.down()
+	n.left = d.durable()
 	if d.slots.busy() {
 		n.w.saw("crashes in mid-copy", 1)
 	}

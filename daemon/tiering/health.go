@@ -50,7 +50,7 @@ func (t *Tiering) probe(d *drive) {
 func (t *Tiering) Worth(now time.Time, restore, compute time.Duration) bool {
 	slower := compute > 0 && restore > compute
 	worth := !slower
-	for _, d := range t.drives {
+	for _, d := range t.all() {
 		if !slower {
 			d.slow.Success()
 		} else if d.slow.Allow(now) {
@@ -69,24 +69,28 @@ func (t *Tiering) Worth(now time.Time, restore, compute time.Duration) bool {
 
 // DriveView is a drive as people see it.
 type DriveView struct {
-	Name   string
-	State  health.State
-	Reason string
-	Since  time.Time
-	Slow   string // why it is left alone where computing is faster; empty: it is not
-	Rate   float64
-	Link   mover.Stats
-	Device nvme.Stats
+	Name      string
+	State     health.State
+	Reason    string
+	Since     time.Time
+	Slow      string // why it is left alone where computing is faster; empty: it is not
+	SlowSince time.Time
+	Rate      float64
+	Link      mover.Stats
+	Device    nvme.Stats
 }
 
-// Drives are all of them, in the order of the ledger's.
+// Drives are all of them, in the order of the ledger's. A Tiering that is nil has none.
 func (t *Tiering) Drives() []DriveView {
+	if t == nil {
+		return nil
+	}
 	var out []DriveView
-	for _, d := range t.drives {
+	for _, d := range t.all() {
 		v := DriveView{Name: d.name, Rate: d.rate.now(), Link: d.link.Stats(), Device: d.device.Stats()}
 		v.State, v.Reason, v.Since = d.health.View()
-		if s, why, _ := d.slow.View(); s != health.OK {
-			v.Slow = why
+		if s, why, since := d.slow.View(); s != health.OK {
+			v.Slow, v.SlowSince = why, since
 		}
 		out = append(out, v)
 	}

@@ -30,32 +30,49 @@ type Promotion struct {
 // bringing it waits for.
 func (t *Tiering) Promote(ctx context.Context, q Request) Promotion {
 	moves := t.cfg.Ledger.BeginPromote(time.Now(), q.Space, q.Shard, q.Hashes)
-	out := Promotion{NoRoom: moves.NoRoom}
 	deadline, _ := ctx.Deadline()
+	done := t.wait(ctx, moves, q.Class, deadline, func(at []int) {
+		for k, i := range at {
+			at[k] = moves.At[i]
+		}
+		q.arrived(at)
+	})
+	out := Promotion{Came: done.ok, Failed: done.failed, NoRoom: moves.NoRoom, Waiting: done.underWay > 0}
+	if !out.Waiting {
+		t.elsewhere(ctx, q, moves.Elsewhere, &out)
+	}
+	return out
+}
+
+// waited is what became of moves, as far as it was waited for.
+type waited struct{ ok, failed, underWay int }
+
+// wait starts moves and waits until they are made or ctx ends. Those that are under way then go on. arrived is told of those that have come, by their indexes in the list, in a slice that it may keep; it may be nil.
+func (t *Tiering) wait(ctx context.Context, moves tiers.Moves, class kvferry.Class, deadline time.Time, arrived func(at []int)) (out waited) {
 	type part struct {
 		at []int
 		ok []bool
 	}
 	parts := make(chan part, len(moves.List)) // nobody who ends a transfer ever waits here
-	left := t.start(moves, q.Class, deadline, func(at []int, ok []bool) { parts <- part{at, ok} })
-	for ; left > 0; left-- {
+	left := t.start(moves, class, deadline, func(at []int, ok []bool) { parts <- part{at, ok} })
+	for out.underWay = len(moves.List); left > 0; left-- {
 		select {
 		case p := <-parts:
 			var come []int
 			for k, i := range p.at {
 				if p.ok[k] {
-					come = append(come, moves.At[i])
+					come = append(come, i)
 				}
 			}
-			out.Came += len(come)
-			out.Failed += len(p.at) - len(come)
-			q.arrived(come)
+			out.underWay -= len(p.at)
+			out.ok, out.failed = out.ok+len(come), out.failed+len(p.at)-len(come)
+			if arrived != nil {
+				arrived(come)
+			}
 		case <-ctx.Done():
-			out.Waiting = true
 			return out
 		}
 	}
-	t.elsewhere(ctx, q, moves.Elsewhere, &out)
 	return out
 }
 
@@ -110,7 +127,7 @@ const prefetchDeadline = 30 * time.Second
 // Restore is about how long it takes to bring so many bytes up; 0 while that was not measured. The drives share the work.
 func (t *Tiering) Restore(bytes uint64) time.Duration {
 	var rate float64
-	for _, d := range t.drives {
+	for _, d := range t.all() {
 		rate += d.rate.now()
 	}
 	if rate == 0 {

@@ -8,6 +8,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -50,7 +51,7 @@ type Config struct {
 // Tiering has the drives.
 type Tiering struct {
 	cfg    Config
-	drives []*drive
+	drives atomic.Pointer[[]*drive] // never modified: replaced
 	kick   chan struct{}
 	ctx    context.Context
 	cancel context.CancelFunc
@@ -74,17 +75,27 @@ type drive struct {
 func New(cfg Config) *Tiering {
 	t := &Tiering{cfg: cfg, kick: make(chan struct{}, 1)}
 	t.ctx, t.cancel = context.WithCancel(context.Background())
+	t.drives.Store(new([]*drive))
 	for i, d := range cfg.Drives {
-		t.drives = append(t.drives, &drive{id: tiers.StoreID(i + 1), name: cfg.Names[i], device: d, link: mover.NewLink(cfg.Names[i], cfg.Transfers, cfg.Queue)})
+		t.Add(tiers.StoreID(i+1), cfg.Names[i], d)
 	}
 	t.wg.Go(t.relieve)
 	return t
 }
 
+// Add takes over a drive that the ledger has under this number: the next one. It is called by one goroutine.
+func (t *Tiering) Add(id tiers.StoreID, name string, d *nvme.Drive) {
+	all := append(slices.Clone(t.all()), &drive{id: id, name: name, device: d, link: mover.NewLink(name, t.cfg.Transfers, t.cfg.Queue)})
+	t.drives.Store(&all)
+}
+
+// all are the drives, by number less one.
+func (t *Tiering) all() []*drive { return *t.drives.Load() }
+
 // Close ends what is moving and returns when all of it is quiet.
 func (t *Tiering) Close() {
 	t.cancel()
-	for _, d := range t.drives {
+	for _, d := range t.all() {
 		d.link.Close()
 	}
 	t.wg.Wait()
@@ -92,10 +103,10 @@ func (t *Tiering) Close() {
 
 // Tick plans what goes down, and probes drives that are in trouble. It is called a few times a second, by one goroutine.
 func (t *Tiering) Tick(now time.Time) {
-	if len(t.drives) == 0 {
+	if len(t.all()) == 0 {
 		return
 	}
-	for _, d := range t.drives {
+	for _, d := range t.all() {
 		if s, _, _ := d.health.View(); s != health.OK && d.health.Allow(now) {
 			t.probe(d)
 		}
@@ -126,7 +137,7 @@ func (t *Tiering) relieve() {
 }
 
 func (t *Tiering) down(now time.Time, d tiers.Down) {
-	for _, d := range t.drives {
+	for _, d := range t.all() {
 		if s, _, _ := d.health.View(); s == health.OK && d.down.Load() >= downBytesMax { // drives share what goes down: the slowest sets the pace
 			return
 		}
@@ -139,7 +150,7 @@ func (t *Tiering) start(m tiers.Moves, class kvferry.Class, deadline time.Time, 
 	parts := map[tiers.StoreID][]int{}
 	flush := func(id tiers.StoreID) {
 		if at := parts[id]; len(at) > 0 {
-			t.submit(t.drives[id-1], m, at, class, deadline, ended)
+			t.submit(t.all()[id-1], m, at, class, deadline, ended)
 			transfers++
 		}
 		parts[id] = nil
@@ -153,7 +164,7 @@ func (t *Tiering) start(m tiers.Moves, class kvferry.Class, deadline time.Time, 
 			bytes[move.Drive] = 0
 		}
 	}
-	for _, d := range t.drives {
+	for _, d := range t.all() {
 		flush(d.id)
 	}
 	return transfers
@@ -202,7 +213,7 @@ func (t *Tiering) submit(d *drive, m tiers.Moves, at []int, class kvferry.Class,
 
 // Flush returns when what was removed from the drives is removed durably.
 func (t *Tiering) Flush(ctx context.Context) error {
-	for _, d := range t.drives {
+	for _, d := range t.all() {
 		if err := d.device.Flush(ctx); err != nil {
 			return fmt.Errorf("flush %s: %w", d.name, err)
 		}

@@ -21,7 +21,7 @@ func OpenDevice(cfg Config, dev Device) (*Drive, []pool.Resident, error) {
 // attach takes a device over, whose content is a drive, or zeros. It closes both on error.
 func attach(cfg Config, dev Device, p place, m mutation) (*Drive, []pool.Resident, error) {
 	cfg = cfg.withDefaults()
-	d := &Drive{cfg: cfg, dev: dev, lock: p.lock, notes: p.notes, inFlight: map[uint32]*inFlight{}, mutate: m}
+	d := &Drive{cfg: cfg, dev: dev, book: newBookLog(), lock: p.lock, notes: p.notes, inFlight: map[uint32]*inFlight{}, mutate: m}
 	keep, err := d.adopt()
 	if err != nil {
 		return nil, nil, d.release(err)
@@ -82,11 +82,15 @@ func (d *Drive) adopt() ([]pool.Resident, error) {
 	d.mu.Lock()
 	d.state = true
 	d.mu.Unlock()
-	return keep, d.commit(d.epoch())
+	if err := d.commit(d.epoch()); err != nil {
+		return nil, err
+	}
+	return keep, nil
 }
 
 // initialise makes a drive of zeros.
 func (d *Drive) initialise() error {
+	d.book = newBookLog()
 	_, _ = rand.Read(d.id[:]) // never fails: crypto/rand aborts the program instead
 	n := slabsIn(min(d.cfg.Bytes, uint64(d.dev.Size())), d.cfg.SlabBytes)
 	if n == 0 {

@@ -34,6 +34,7 @@ type Drive struct {
 	sequence   uint64 // of the state block
 	slabs      []slab
 	inFlight   map[uint32]*inFlight // slots that are being written
+	book       bookLog
 	noted
 }
 
@@ -241,4 +242,7 @@ const (
 	noEpoch                            // a failed sync of somebody else's is none of a batch's business
 	noFloor                            // headers from before a slab was cut are believed
 	noPending                          // a Write does not wait for what was noted before it
+	anyRound                           // the log's halves are believed whatever their rounds
+	reuseEarly                         // half of the log is used again though what it says may not be in place
+	smallLog                           // no rule: the log has few blocks, so that it turns often
 )

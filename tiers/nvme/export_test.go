@@ -14,6 +14,9 @@ const (
 	NoEpoch       = noEpoch
 	NoFloor       = noFloor
 	NoPending     = noPending
+	AnyRound      = anyRound
+	ReuseEarly    = reuseEarly
+	SmallLog      = smallLog
 )
 
 // OpenMutated is OpenDevice without some of the rules.

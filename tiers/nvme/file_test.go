@@ -260,7 +260,7 @@ func TestFlipWhileOpen(t *testing.T) {
 			t.Fatal(err)
 		}
 		d, keep, err := nvme.Open(cfg)
-		if err != nil || len(keep) != 2 || d.Stats().Dropped != 1 {
+		if err != nil || len(keep) != 3 { // the log says what the header was
 			t.Errorf("%s: %v, %d slots", engine, err, len(keep))
 		}
 		_ = d.Close()

@@ -45,15 +45,16 @@ func TestMutations(t *testing.T) {
 	for name, m := range map[string]nvme.Mutation{
 		"no checksum": nvme.NoChecksum, "header before payload": nvme.HeaderFirst, "no tombstone": nvme.NoTombstone, "no sync of payloads": nvme.NoPayloadSync,
 		"headers from before a slab was cut": nvme.NoFloor, "no tombstone before reuse": nvme.NoPending,
+		"log halves of any round": nvme.AnyRound, "half of the log used too early": nvme.ReuseEarly,
 	} {
 		t.Run(name, func(t *testing.T) {
-			for n := uint64(1); n <= 200; n++ {
+			for n := uint64(1); n <= 400; n++ {
 				if err := runModel(n, m, &tally{}); err != nil {
 					t.Logf("seed %d: %v", n, err)
 					return
 				}
 			}
-			t.Error("200 seeds did not notice it")
+			t.Error("400 seeds did not notice it")
 		})
 	}
 }
@@ -69,6 +70,7 @@ type model struct {
 	dev     *nvmetest.Device
 	d       *nvme.Drive
 	m       nvme.Mutation
+	small   nvme.Mutation                         // the log of most is small, so that it turns
 	blocks  map[kvferry.Generation]nvmetest.Block // all that were ever given to Write
 	must    map[spot]kvferry.Generation           // acknowledged and not cleared
 	may     map[kvferry.Generation]spot           // might come back at a crash
@@ -84,6 +86,9 @@ func runModel(seed uint64, m nvme.Mutation, total *tally) (err error) {
 	w := &model{
 		random: rand.New(rand.NewPCG(seed, 0)), dev: nvmetest.New(int64(modelConfig.Bytes)), m: m, blocks: map[kvferry.Generation]nvmetest.Block{},
 		must: map[spot]kvferry.Generation{}, may: map[kvferry.Generation]spot{}, flipped: map[kvferry.Generation]bool{}, tally: total,
+	}
+	if seed%4 != 0 {
+		w.small = nvme.SmallLog
 	}
 	for life := range 5 {
 		w.tally.lives++
@@ -101,7 +106,7 @@ func (w *model) live() error {
 	if w.random.IntN(3) > 0 {
 		w.dev.CrashIn(1+w.random.IntN(120), w.random.Uint64())
 	}
-	d, keep, err := nvme.OpenMutated(modelConfig, w.dev, w.m)
+	d, keep, err := nvme.OpenMutated(modelConfig, w.dev, w.m|w.small)
 	if w.dev.Crashed() {
 		w.tally.crashes++
 		return nil

@@ -5,8 +5,6 @@ import (
 	"math/bits"
 	"slices"
 	"sync"
-
-	"github.com/kvferry/kvferry/tiers/pool"
 )
 
 // limitStep is how far the durable limit of generations is ahead of those that are given out: one write of the state block each 8 M slots.
@@ -33,12 +31,13 @@ type written struct {
 }
 
 type writtenSlab struct {
-	slab   int
-	floor  uint64
-	header bool
-	at     uint64
-	bytes  []byte // of the header
-	dead   []uint64
+	slab       int
+	floor      uint64
+	header     bool
+	at         uint64
+	bytes      []byte // of the header
+	dead       []uint64
+	generation uint64 // of the tombstones
 }
 
 func (d *Drive) noteSlabLocked(i int) {
@@ -124,11 +123,19 @@ func (d *Drive) settleLocked(number uint64) {
 		d.limit = max(d.limit, w.limit)
 		return true
 	})
+	for i := range d.book.halves {
+		if h := &d.book.halves[i]; h.inPlace > 0 && h.inPlace <= number {
+			*h = logHalfState{}
+		}
+	}
 }
 
 // failedLocked begins a new epoch: what was written since the last good sync is noted again.
 func (d *Drive) failedLocked() {
 	d.failures++
+	for i := range d.book.halves {
+		d.book.halves[i].inPlace = 0
+	}
 	for _, w := range d.unsynced {
 		d.state = d.state || w.state
 		for _, ws := range w.slabs {
@@ -174,7 +181,7 @@ func (d *Drive) writeNoted() (uint64, error) {
 		d.counters.writeErrors.Add(1)
 		return 0, fmt.Errorf("%w: write metadata: %w", ErrDevice, err)
 	}
-	return w.number, nil
+	return d.writes, nil // with what went from the log to its place meanwhile; all of it is written: order is held
 }
 
 func (d *Drive) stateLocked(limit uint64) state {
@@ -190,7 +197,7 @@ func (d *Drive) takeLocked() written {
 	slices.Sort(d.notedSlabs)
 	for _, i := range d.notedSlabs {
 		s := &d.slabs[i]
-		ws := writtenSlab{slab: i, floor: s.floor, header: s.header, at: slabsAt + uint64(i)*d.cfg.SlabBytes}
+		ws := writtenSlab{slab: i, floor: s.floor, header: s.header, at: slabsAt + uint64(i)*d.cfg.SlabBytes, generation: d.generation}
 		if s.header {
 			ws.bytes = slabHeader{slotBytes: s.slotBytes, slots: uint64(s.slots), floor: s.floor}.encode(d.id, i)
 		}
@@ -205,33 +212,25 @@ func (d *Drive) takeLocked() written {
 	return w
 }
 
-// writeAll writes one writing, tombstones of neighbours in one piece. The caller holds order.
+// writeAll writes one writing: slab headers and state in place, tombstones to the log. The caller holds order.
 func (d *Drive) writeAll(w written, state []byte, stateAt int64) error {
 	if w.state {
 		if err := d.dev.WriteAt(state, stateAt); err != nil {
 			return err
 		}
 	}
-	var buf []byte
+	var tombs []record
 	for _, s := range w.slabs {
 		if s.header {
 			if err := d.dev.WriteAt(s.bytes, int64(s.at)); err != nil {
 				return err
 			}
 		}
-		for slot := next(s.dead, 0); slot >= 0; {
-			first := slot
-			buf = buf[:0]
-			for ; slot >= 0 && slot == first+len(buf)/pool.HeaderBytes && len(buf) < 1<<20; slot = next(s.dead, slot+1) {
-				buf = append(buf, make([]byte, pool.HeaderBytes)...)
-				encodeHeader(buf[len(buf)-pool.HeaderBytes:], pool.Header{State: pool.StateFree}, d.id, s.slab, slot)
-			}
-			if err := d.dev.WriteAt(buf, int64(s.at)+pool.SlabHeaderBytes+int64(first)*pool.HeaderBytes); err != nil {
-				return err
-			}
+		for slot := next(s.dead, 0); slot >= 0; slot = next(s.dead, slot+1) {
+			tombs = append(tombs, record{s.slab, slot, s.generation, nil})
 		}
 	}
-	return nil
+	return d.appendLog(tombs)
 }
 
 // next is the first bit of set that is not below from; -1 when there is none.

@@ -18,36 +18,32 @@ type scanned struct {
 	keep    []pool.Resident
 	doubt   []int // slots whose header is ours and damaged
 	highest uint64
-	err     error
 }
 
 // scan rebuilds the slabs from their tables and answers what is worth keeping. Anything may stand in the file: what is not wholly right is a free slot.
 // The caller owns d alone.
 func (d *Drive) scan() ([]pool.Resident, error) {
 	found := make([]scanned, len(d.slabs))
-	var at atomic.Int64
-	var wg sync.WaitGroup
-	for range min(scanners, len(found)) {
-		wg.Go(func() {
-			var buf []byte
-			for i := int(at.Add(1)) - 1; i < len(found); i = int(at.Add(1)) - 1 {
-				found[i] = d.scanSlab(i, &buf)
-			}
-		})
+	if err := d.eachSlab(func(i int, buf *[]byte) error { return d.scanSlabHeader(i, &found[i], buf) }); err != nil {
+		return nil, err
 	}
-	wg.Wait()
+	for i := range found {
+		d.cutLocked(i, found[i].header)
+	}
+	if err := d.replay(); err != nil {
+		return nil, err
+	}
+	if err := d.eachSlab(func(i int, buf *[]byte) error { return d.scanTable(i, &found[i], buf) }); err != nil {
+		return nil, err
+	}
 	n := 0
 	for i := range found {
-		if found[i].err != nil {
-			return nil, fmt.Errorf("%w: read the headers of slab %d: %w", ErrDevice, i, found[i].err)
-		}
 		n += len(found[i].keep)
 	}
 	keep := make([]pool.Resident, 0, n)
 	for i := range found {
 		f := &found[i]
 		d.generation = max(d.generation, f.highest)
-		d.cutLocked(i, f.header)
 		for _, r := range f.keep {
 			d.slabs[i].live[r.Slot/64] |= 1 << (r.Slot % 64)
 		}
@@ -62,23 +58,52 @@ func (d *Drive) scan() ([]pool.Resident, error) {
 	return d.dropDuplicates(keep), nil
 }
 
-// scanSlab reads one slab's header and table. The buffer grows to what it takes.
-func (d *Drive) scanSlab(i int, buf *[]byte) (f scanned) {
-	at := int64(slabsAt + uint64(i)*d.cfg.SlabBytes)
-	first := grown(buf, slabUsed)
-	if f.err = d.dev.ReadAt(first, at); f.err != nil {
-		return f
+// eachSlab does something for every slab, for several at the same time, and answers the first error. Each of them has a buffer that grows.
+func (d *Drive) eachSlab(do func(i int, buf *[]byte) error) error {
+	errs := make([]error, len(d.slabs))
+	var at atomic.Int64
+	var wg sync.WaitGroup
+	for range min(scanners, len(errs)) {
+		wg.Go(func() {
+			var buf []byte
+			for i := int(at.Add(1)) - 1; i < len(errs); i = int(at.Add(1)) - 1 {
+				errs[i] = do(i, &buf)
+			}
+		})
 	}
-	h, ok := parseSlab(first, d.id, i)
+	wg.Wait()
+	for i, err := range errs {
+		if err != nil {
+			return fmt.Errorf("%w: read the headers of slab %d: %w", ErrDevice, i, err)
+		}
+	}
+	return nil
+}
+
+// scanSlabHeader reads how a slab is cut.
+func (d *Drive) scanSlabHeader(i int, f *scanned, buf *[]byte) error {
+	b := grown(buf, slabUsed)
+	if err := d.dev.ReadAt(b, int64(slabsAt+uint64(i)*d.cfg.SlabBytes)); err != nil {
+		return err
+	}
+	h, ok := parseSlab(b, d.id, i)
 	f.highest = h.floor
 	if !ok || h.slotBytes == 0 || h.slots == 0 || h.slots != uint64(d.SlotsPerSlab(h.slotBytes)) {
-		f.header.floor = h.floor
-		return f
+		h = slabHeader{floor: h.floor}
 	}
 	f.header = h
+	return nil
+}
+
+// scanTable reads a slab's slot headers.
+func (d *Drive) scanTable(i int, f *scanned, buf *[]byte) error {
+	h := f.header
+	if h.slots == 0 {
+		return nil
+	}
 	table := grown(buf, int(h.slots)*pool.HeaderBytes)
-	if f.err = d.dev.ReadAt(table, at+pool.SlabHeaderBytes); f.err != nil {
-		return f
+	if err := d.dev.ReadAt(table, int64(d.slabs[i].headersAt)); err != nil {
+		return err
 	}
 	for slot := range int(h.slots) {
 		b := table[slot*pool.HeaderBytes:][:pool.HeaderBytes]
@@ -99,7 +124,7 @@ func (d *Drive) scanSlab(i int, buf *[]byte) (f scanned) {
 			f.doubt = append(f.doubt, slot)
 		}
 	}
-	return f
+	return nil
 }
 
 func grown(buf *[]byte, n int) []byte {

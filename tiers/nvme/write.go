@@ -1,7 +1,6 @@
 package nvme
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -176,14 +175,10 @@ func (w *writing) payloads() {
 	}
 }
 
-// headers writes all headers, those of neighbours in one piece. They may be on the drive from its first line on.
+// headers logs all headers. They may be on the drive from its first line on.
 func (w *writing) headers() error {
 	d := w.d
-	type placed struct {
-		at uint64
-		op int
-	}
-	var list []placed
+	var list []record
 	d.order.Lock() // a tombstone that is noted after the header is written after it
 	defer d.order.Unlock()
 	d.mu.Lock()
@@ -196,28 +191,15 @@ func (w *writing) headers() error {
 			op.Err = ErrCleared
 			continue
 		}
-		s := &d.slabs[op.Slab]
-		s.live[op.Slot/64] |= 1 << (op.Slot % 64)
-		list = append(list, placed{s.headersAt + uint64(op.Slot)*pool.HeaderBytes, i})
+		d.slabs[op.Slab].live[op.Slot/64] |= 1 << (op.Slot % 64)
+		h := op.Header
+		h.State = pool.StateResident
+		r := record{op.Slab, op.Slot, uint64(h.Generation), make([]byte, pool.HeaderBytes)}
+		encodeHeader(r.header, h, d.id, op.Slab, op.Slot)
+		list = append(list, r)
 	}
 	d.mu.Unlock()
-	slices.SortFunc(list, func(a, b placed) int { return cmp.Compare(a.at, b.at) })
-	buf := make([]byte, 0, min(len(list)*pool.HeaderBytes, 64<<10))
-	for first := 0; first < len(list); {
-		n := 0
-		for buf = buf[:0]; first+n < len(list) && list[first+n].at == list[first].at+uint64(n)*pool.HeaderBytes; n++ {
-			op := &w.batch[list[first+n].op]
-			h := op.Header
-			h.State = pool.StateResident
-			buf = append(buf, make([]byte, pool.HeaderBytes)...)
-			encodeHeader(buf[len(buf)-pool.HeaderBytes:], h, d.id, op.Slab, op.Slot)
-		}
-		if err := d.dev.WriteAt(buf, int64(list[first].at)); err != nil {
-			return fmt.Errorf("%w: write headers: %w", ErrDevice, err)
-		}
-		first += n
-	}
-	return nil
+	return d.appendLog(list)
 }
 
 // Flush makes all that was noted before it durable: a block that was cleared does not come back. After trouble it is the probe.

@@ -1,8 +1,11 @@
 package policy
 
-import "container/heap"
+import (
+	"container/heap"
+	"time"
+)
 
-// LRU lets the block leave that was used longest ago.
+// LRU lets the block leave that was used longest ago. What is to be kept Long counts as used an hour later than it was, Short as an hour earlier, None as never.
 type LRU struct{}
 
 // Name is Policy.
@@ -12,10 +15,31 @@ func (LRU) Name() string { return "lru" }
 func (LRU) Hit(int64, Table, []ID, int) {}
 
 // New is Policy.
-func (LRU) New(int64, *Meta, *Meta, Arrival) {}
+func (LRU) New(_ int64, m, _ *Meta, a Arrival) { m.Uses = withRetention(m.Uses, a.Retention) }
 
 // Gone is Policy.
 func (LRU) Gone(int64, *Meta, uint64) {}
+
+// Before is Policy.
+func (LRU) Before(_ int64, t Table, a, b ID) bool { return lruStamp(t, a) < lruStamp(t, b) }
+
+// lruStamp is a block's place in the order.
+func lruStamp(t Table, id ID) int64 {
+	const shift = int64(time.Hour)
+	at := t.Stamp(id)
+	if at == 0 {
+		return 0
+	}
+	switch retentionOf(t.Meta(id)) {
+	case None:
+		return 1
+	case Short:
+		return max(at-shift, 2)
+	case Long:
+		return at + shift
+	}
+	return max(at, 2)
+}
 
 // NewSet is Policy.
 func (LRU) NewSet(t Table, tier int) Set { return &lruSet{t: t, tier: tier} }
@@ -57,7 +81,7 @@ func (s *lruSet) Pop() any {
 }
 
 // Add is Set.
-func (s *lruSet) Add(id ID) { heap.Push(s, lruEntry{s.t.Stamp(id), id}) }
+func (s *lruSet) Add(id ID) { heap.Push(s, lruEntry{lruStamp(s.t, id), id}) }
 
 // Remove is Set.
 func (s *lruSet) Remove(id ID) { heap.Remove(s, int(s.t.Meta(id).Pos[s.tier])) }
@@ -66,7 +90,7 @@ func (s *lruSet) Remove(id ID) { heap.Remove(s, int(s.t.Meta(id).Pos[s.tier])) }
 func (s *lruSet) Next(int64) (ID, bool) {
 	for len(s.entries) > 0 {
 		e := &s.entries[0]
-		now := s.t.Stamp(e.id)
+		now := lruStamp(s.t, e.id)
 		if e.stamp == now {
 			return e.id, true
 		}

@@ -77,6 +77,8 @@ type Policy interface {
 	New(now int64, m, parent *Meta, a Arrival)
 	// Gone tells that the last copy of a block has left the node.
 	Gone(now int64, m *Meta, hash uint64)
+	// Before tells whether a is to leave before b: what would have to leave for a block decides whether it is worth a place.
+	Before(now int64, t Table, a, b ID) bool
 	// NewSet makes the candidates of a tier for slots of one length.
 	NewSet(t Table, tier int) Set
 }

@@ -1,6 +1,7 @@
 package pool
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"os"
@@ -118,6 +119,8 @@ func (p *Pool) look() error {
 	defer func() { _ = unix.Munmap(b) }()
 	s, ok := parseSuper(b)
 	switch {
+	case !ok && binary.LittleEndian.Uint64(b) == superMagic && binary.LittleEndian.Uint32(b[8:]) == Format: // ours; a newer one's checksum may lie elsewhere
+		p.cold = "its superblock was damaged"
 	case !ok:
 		return fmt.Errorf("%w: wrong magic or checksum; remove the file if it may be overwritten", ErrForeign)
 	case s.version != Format:

@@ -218,6 +218,23 @@ func TestOtherBootOrSizeStartsCold(t *testing.T) {
 	}
 }
 
+// A flipped bit in the superblock costs what was kept, and not the start.
+func TestDamagedSuperblock(t *testing.T) {
+	for _, at := range []int64{20, 45, superCRCAt} {
+		c := testConfig(t)
+		p, _ := open(t, c)
+		p.FormatSlab(0, 8192)
+		publish(p, 0, 0, 1)
+		p.mem[at] ^= 8
+		_ = p.Close()
+		q, found := open(t, c)
+		if q.Adopted() || len(found) != 0 || q.Cold() == "" {
+			t.Errorf("byte %d: adopted %v, found %d", at, q.Adopted(), len(found))
+		}
+		_ = q.Close()
+	}
+}
+
 // A pool keeps what fits when its size is changed.
 func TestResize(t *testing.T) {
 	c := testConfig(t)

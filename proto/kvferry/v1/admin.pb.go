@@ -815,9 +815,13 @@ type SpaceInfo struct {
 	Space         *Space                 `protobuf:"bytes,2,opt,name=space,proto3" json:"space,omitempty"`
 	Preimage      string                 `protobuf:"bytes,3,opt,name=preimage,proto3" json:"preimage,omitempty"` // the text whose SHA-256 the id is
 	ShardBytes    uint64                 `protobuf:"varint,4,opt,name=shard_bytes,json=shardBytes,proto3" json:"shard_bytes,omitempty"`
-	Shards        uint32                 `protobuf:"varint,5,opt,name=shards,proto3" json:"shards,omitempty"` // distinct shards that make a block
-	Blocks        uint64                 `protobuf:"varint,6,opt,name=blocks,proto3" json:"blocks,omitempty"`
-	Bytes         uint64                 `protobuf:"varint,7,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	Shards        uint32                 `protobuf:"varint,5,opt,name=shards,proto3" json:"shards,omitempty"`                           // distinct shards that make a block
+	Blocks        uint64                 `protobuf:"varint,6,opt,name=blocks,proto3" json:"blocks,omitempty"`                           // in whatever tiers
+	Bytes         uint64                 `protobuf:"varint,7,opt,name=bytes,proto3" json:"bytes,omitempty"`                             // of slots, in all tiers
+	DramBlocks    uint64                 `protobuf:"varint,8,opt,name=dram_blocks,json=dramBlocks,proto3" json:"dram_blocks,omitempty"` // of these, the ones that lie in DRAM
+	NvmeBlocks    uint64                 `protobuf:"varint,9,opt,name=nvme_blocks,json=nvmeBlocks,proto3" json:"nvme_blocks,omitempty"` // and on drives; many lie in both
+	DramBytes     uint64                 `protobuf:"varint,10,opt,name=dram_bytes,json=dramBytes,proto3" json:"dram_bytes,omitempty"`
+	NvmeBytes     uint64                 `protobuf:"varint,11,opt,name=nvme_bytes,json=nvmeBytes,proto3" json:"nvme_bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -897,6 +901,34 @@ func (x *SpaceInfo) GetBlocks() uint64 {
 func (x *SpaceInfo) GetBytes() uint64 {
 	if x != nil {
 		return x.Bytes
+	}
+	return 0
+}
+
+func (x *SpaceInfo) GetDramBlocks() uint64 {
+	if x != nil {
+		return x.DramBlocks
+	}
+	return 0
+}
+
+func (x *SpaceInfo) GetNvmeBlocks() uint64 {
+	if x != nil {
+		return x.NvmeBlocks
+	}
+	return 0
+}
+
+func (x *SpaceInfo) GetDramBytes() uint64 {
+	if x != nil {
+		return x.DramBytes
+	}
+	return 0
+}
+
+func (x *SpaceInfo) GetNvmeBytes() uint64 {
+	if x != nil {
+		return x.NvmeBytes
 	}
 	return 0
 }
@@ -2020,7 +2052,8 @@ func (x *BlockSelection) GetAll() bool {
 type EvictRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Blocks        *BlockSelection        `protobuf:"bytes,1,opt,name=blocks,proto3" json:"blocks,omitempty"`
-	Tier          string                 `protobuf:"bytes,2,opt,name=tier,proto3" json:"tier,omitempty"` // "dram", "nvme"; empty: both
+	Tier          string                 `protobuf:"bytes,2,opt,name=tier,proto3" json:"tier,omitempty"`  // "dram", "nvme"; empty: both
+	From          uint64                 `protobuf:"varint,3,opt,name=from,proto3" json:"from,omitempty"` // next of the call before; 0: the first
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2069,9 +2102,17 @@ func (x *EvictRequest) GetTier() string {
 	return ""
 }
 
+func (x *EvictRequest) GetFrom() uint64 {
+	if x != nil {
+		return x.From
+	}
+	return 0
+}
+
 type EvictResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Blocks        uint64                 `protobuf:"varint,1,opt,name=blocks,proto3" json:"blocks,omitempty"` // that lost something
+	Next          uint64                 `protobuf:"varint,2,opt,name=next,proto3" json:"next,omitempty"`     // 0: all is done
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2113,10 +2154,18 @@ func (x *EvictResponse) GetBlocks() uint64 {
 	return 0
 }
 
+func (x *EvictResponse) GetNext() uint64 {
+	if x != nil {
+		return x.Next
+	}
+	return 0
+}
+
 type DemoteRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Blocks        *BlockSelection        `protobuf:"bytes,1,opt,name=blocks,proto3" json:"blocks,omitempty"`
 	Move          bool                   `protobuf:"varint,2,opt,name=move,proto3" json:"move,omitempty"` // out of DRAM
+	From          uint64                 `protobuf:"varint,3,opt,name=from,proto3" json:"from,omitempty"` // as in EvictRequest
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2165,11 +2214,22 @@ func (x *DemoteRequest) GetMove() bool {
 	return false
 }
 
+func (x *DemoteRequest) GetFrom() uint64 {
+	if x != nil {
+		return x.From
+	}
+	return 0
+}
+
 type DemoteResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Blocks        uint64                 `protobuf:"varint,1,opt,name=blocks,proto3" json:"blocks,omitempty"` // shards that were copied
 	Failed        uint64                 `protobuf:"varint,2,opt,name=failed,proto3" json:"failed,omitempty"`
 	Present       uint64                 `protobuf:"varint,3,opt,name=present,proto3" json:"present,omitempty"` // were on a drive already
+	Next          uint64                 `protobuf:"varint,4,opt,name=next,proto3" json:"next,omitempty"`
+	Left          uint64                 `protobuf:"varint,5,opt,name=left,proto3" json:"left,omitempty"`                         // blocks that are out of DRAM by that, and on a drive
+	NoRoom        uint64                 `protobuf:"varint,6,opt,name=no_room,json=noRoom,proto3" json:"no_room,omitempty"`       // blocks for which no drive has room
+	UnderWay      uint64                 `protobuf:"varint,7,opt,name=under_way,json=underWay,proto3" json:"under_way,omitempty"` // shards that are still being copied: the call's time was over
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2225,9 +2285,38 @@ func (x *DemoteResponse) GetPresent() uint64 {
 	return 0
 }
 
+func (x *DemoteResponse) GetNext() uint64 {
+	if x != nil {
+		return x.Next
+	}
+	return 0
+}
+
+func (x *DemoteResponse) GetLeft() uint64 {
+	if x != nil {
+		return x.Left
+	}
+	return 0
+}
+
+func (x *DemoteResponse) GetNoRoom() uint64 {
+	if x != nil {
+		return x.NoRoom
+	}
+	return 0
+}
+
+func (x *DemoteResponse) GetUnderWay() uint64 {
+	if x != nil {
+		return x.UnderWay
+	}
+	return 0
+}
+
 type PrefetchBlocksRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Blocks        *BlockSelection        `protobuf:"bytes,1,opt,name=blocks,proto3" json:"blocks,omitempty"`
+	From          uint64                 `protobuf:"varint,2,opt,name=from,proto3" json:"from,omitempty"` // as in EvictRequest
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2269,11 +2358,20 @@ func (x *PrefetchBlocksRequest) GetBlocks() *BlockSelection {
 	return nil
 }
 
+func (x *PrefetchBlocksRequest) GetFrom() uint64 {
+	if x != nil {
+		return x.From
+	}
+	return 0
+}
+
 type PrefetchBlocksResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Blocks        uint64                 `protobuf:"varint,1,opt,name=blocks,proto3" json:"blocks,omitempty"` // shards that came
 	Failed        uint64                 `protobuf:"varint,2,opt,name=failed,proto3" json:"failed,omitempty"`
 	NoRoom        uint64                 `protobuf:"varint,3,opt,name=no_room,json=noRoom,proto3" json:"no_room,omitempty"`
+	Next          uint64                 `protobuf:"varint,4,opt,name=next,proto3" json:"next,omitempty"`
+	UnderWay      uint64                 `protobuf:"varint,5,opt,name=under_way,json=underWay,proto3" json:"under_way,omitempty"` // as in DemoteResponse
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2329,6 +2427,20 @@ func (x *PrefetchBlocksResponse) GetNoRoom() uint64 {
 	return 0
 }
 
+func (x *PrefetchBlocksResponse) GetNext() uint64 {
+	if x != nil {
+		return x.Next
+	}
+	return 0
+}
+
+func (x *PrefetchBlocksResponse) GetUnderWay() uint64 {
+	if x != nil {
+		return x.UnderWay
+	}
+	return 0
+}
+
 type VerifyRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Tier          string                 `protobuf:"bytes,1,opt,name=tier,proto3" json:"tier,omitempty"` // "dram", "nvme"; empty: both
@@ -2380,7 +2492,7 @@ type VerifyResponse struct {
 	Bytes         uint64                 `protobuf:"varint,3,opt,name=bytes,proto3" json:"bytes,omitempty"`
 	Broken        uint64                 `protobuf:"varint,4,opt,name=broken,proto3" json:"broken,omitempty"`         // and removed
 	Unreadable    uint64                 `protobuf:"varint,5,opt,name=unreadable,proto3" json:"unreadable,omitempty"` // the device failed
-	Skipped       uint64                 `protobuf:"varint,6,opt,name=skipped,proto3" json:"skipped,omitempty"`       // on a drive that is degraded
+	Skipped       uint64                 `protobuf:"varint,6,opt,name=skipped,proto3" json:"skipped,omitempty"`       // on a drive that is degraded, or was about to be
 	Done          bool                   `protobuf:"varint,7,opt,name=done,proto3" json:"done,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2468,7 +2580,7 @@ func (x *VerifyResponse) GetDone() bool {
 type ExplainRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	HashPrefix    []byte                 `protobuf:"bytes,1,opt,name=hash_prefix,json=hashPrefix,proto3" json:"hash_prefix,omitempty"` // 1..32 bytes: a block; or
-	RequestId     string                 `protobuf:"bytes,2,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`    // a look-up
+	RequestId     string                 `protobuf:"bytes,2,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`    // a look-up. One of the two
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2829,8 +2941,10 @@ type TraceResponse struct {
 	AtUnixMs      int64                  `protobuf:"varint,1,opt,name=at_unix_ms,json=atUnixMs,proto3" json:"at_unix_ms,omitempty"`
 	SpaceId       []byte                 `protobuf:"bytes,2,opt,name=space_id,json=spaceId,proto3" json:"space_id,omitempty"`
 	BlockTokens   uint32                 `protobuf:"varint,3,opt,name=block_tokens,json=blockTokens,proto3" json:"block_tokens,omitempty"`
-	Hashes        []byte                 `protobuf:"bytes,4,opt,name=hashes,proto3" json:"hashes,omitempty"`    // packed, in the order of the chain
-	Dropped       uint64                 `protobuf:"varint,5,opt,name=dropped,proto3" json:"dropped,omitempty"` // look-ups since the last message that are not told
+	Hashes        []byte                 `protobuf:"bytes,4,opt,name=hashes,proto3" json:"hashes,omitempty"`                        // packed, in the order of the chain
+	Dropped       uint64                 `protobuf:"varint,5,opt,name=dropped,proto3" json:"dropped,omitempty"`                     // look-ups since the last message that are not told
+	RequestId     string                 `protobuf:"bytes,6,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"` // engines ask again for a request that waits
+	Instance      string                 `protobuf:"bytes,7,opt,name=instance,proto3" json:"instance,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2898,6 +3012,20 @@ func (x *TraceResponse) GetDropped() uint64 {
 		return x.Dropped
 	}
 	return 0
+}
+
+func (x *TraceResponse) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
+func (x *TraceResponse) GetInstance() string {
+	if x != nil {
+		return x.Instance
+	}
+	return ""
 }
 
 type ConfigRequest struct {
@@ -3161,7 +3289,7 @@ const file_kvferry_v1_admin_proto_rawDesc = "" +
 	"\x0fserving_address\x18\x13 \x01(\tR\x0eservingAddress\"?\n" +
 	"\x0fWorkersResponse\x12,\n" +
 	"\aworkers\x18\x01 \x03(\v2\x12.kvferry.v1.WorkerR\aworkers\"\x0f\n" +
-	"\rSpacesRequest\"\xd2\x01\n" +
+	"\rSpacesRequest\"\xd2\x02\n" +
 	"\tSpaceInfo\x12\x19\n" +
 	"\bspace_id\x18\x01 \x01(\fR\aspaceId\x12'\n" +
 	"\x05space\x18\x02 \x01(\v2\x11.kvferry.v1.SpaceR\x05space\x12\x1a\n" +
@@ -3170,7 +3298,16 @@ const file_kvferry_v1_admin_proto_rawDesc = "" +
 	"shardBytes\x12\x16\n" +
 	"\x06shards\x18\x05 \x01(\rR\x06shards\x12\x16\n" +
 	"\x06blocks\x18\x06 \x01(\x04R\x06blocks\x12\x14\n" +
-	"\x05bytes\x18\a \x01(\x04R\x05bytes\"?\n" +
+	"\x05bytes\x18\a \x01(\x04R\x05bytes\x12\x1f\n" +
+	"\vdram_blocks\x18\b \x01(\x04R\n" +
+	"dramBlocks\x12\x1f\n" +
+	"\vnvme_blocks\x18\t \x01(\x04R\n" +
+	"nvmeBlocks\x12\x1d\n" +
+	"\n" +
+	"dram_bytes\x18\n" +
+	" \x01(\x04R\tdramBytes\x12\x1d\n" +
+	"\n" +
+	"nvme_bytes\x18\v \x01(\x04R\tnvmeBytes\"?\n" +
 	"\x0eSpacesResponse\x12-\n" +
 	"\x06spaces\x18\x01 \x03(\v2\x15.kvferry.v1.SpaceInfoR\x06spaces\"a\n" +
 	"\rBlocksRequest\x12\x19\n" +
@@ -3278,25 +3415,35 @@ const file_kvferry_v1_admin_proto_rawDesc = "" +
 	"\bspace_id\x18\x01 \x01(\fR\aspaceId\x12\x1f\n" +
 	"\vhash_prefix\x18\x02 \x01(\fR\n" +
 	"hashPrefix\x12\x10\n" +
-	"\x03all\x18\x03 \x01(\bR\x03all\"V\n" +
+	"\x03all\x18\x03 \x01(\bR\x03all\"j\n" +
 	"\fEvictRequest\x122\n" +
 	"\x06blocks\x18\x01 \x01(\v2\x1a.kvferry.v1.BlockSelectionR\x06blocks\x12\x12\n" +
-	"\x04tier\x18\x02 \x01(\tR\x04tier\"'\n" +
+	"\x04tier\x18\x02 \x01(\tR\x04tier\x12\x12\n" +
+	"\x04from\x18\x03 \x01(\x04R\x04from\";\n" +
 	"\rEvictResponse\x12\x16\n" +
-	"\x06blocks\x18\x01 \x01(\x04R\x06blocks\"W\n" +
+	"\x06blocks\x18\x01 \x01(\x04R\x06blocks\x12\x12\n" +
+	"\x04next\x18\x02 \x01(\x04R\x04next\"k\n" +
 	"\rDemoteRequest\x122\n" +
 	"\x06blocks\x18\x01 \x01(\v2\x1a.kvferry.v1.BlockSelectionR\x06blocks\x12\x12\n" +
-	"\x04move\x18\x02 \x01(\bR\x04move\"Z\n" +
+	"\x04move\x18\x02 \x01(\bR\x04move\x12\x12\n" +
+	"\x04from\x18\x03 \x01(\x04R\x04from\"\xb8\x01\n" +
 	"\x0eDemoteResponse\x12\x16\n" +
 	"\x06blocks\x18\x01 \x01(\x04R\x06blocks\x12\x16\n" +
 	"\x06failed\x18\x02 \x01(\x04R\x06failed\x12\x18\n" +
-	"\apresent\x18\x03 \x01(\x04R\apresent\"K\n" +
+	"\apresent\x18\x03 \x01(\x04R\apresent\x12\x12\n" +
+	"\x04next\x18\x04 \x01(\x04R\x04next\x12\x12\n" +
+	"\x04left\x18\x05 \x01(\x04R\x04left\x12\x17\n" +
+	"\ano_room\x18\x06 \x01(\x04R\x06noRoom\x12\x1b\n" +
+	"\tunder_way\x18\a \x01(\x04R\bunderWay\"_\n" +
 	"\x15PrefetchBlocksRequest\x122\n" +
-	"\x06blocks\x18\x01 \x01(\v2\x1a.kvferry.v1.BlockSelectionR\x06blocks\"a\n" +
+	"\x06blocks\x18\x01 \x01(\v2\x1a.kvferry.v1.BlockSelectionR\x06blocks\x12\x12\n" +
+	"\x04from\x18\x02 \x01(\x04R\x04from\"\x92\x01\n" +
 	"\x16PrefetchBlocksResponse\x12\x16\n" +
 	"\x06blocks\x18\x01 \x01(\x04R\x06blocks\x12\x16\n" +
 	"\x06failed\x18\x02 \x01(\x04R\x06failed\x12\x17\n" +
-	"\ano_room\x18\x03 \x01(\x04R\x06noRoom\"#\n" +
+	"\ano_room\x18\x03 \x01(\x04R\x06noRoom\x12\x12\n" +
+	"\x04next\x18\x04 \x01(\x04R\x04next\x12\x1b\n" +
+	"\tunder_way\x18\x05 \x01(\x04R\bunderWay\"#\n" +
 	"\rVerifyRequest\x12\x12\n" +
 	"\x04tier\x18\x01 \x01(\tR\x04tier\"\xc3\x01\n" +
 	"\x0eVerifyResponse\x12\x14\n" +
@@ -3344,14 +3491,17 @@ const file_kvferry_v1_admin_proto_rawDesc = "" +
 	"\x0fExplainResponse\x124\n" +
 	"\x06blocks\x18\x01 \x03(\v2\x1c.kvferry.v1.BlockExplanationR\x06blocks\x127\n" +
 	"\alookups\x18\x02 \x03(\v2\x1d.kvferry.v1.LookupExplanationR\alookups\"\x0e\n" +
-	"\fTraceRequest\"\x9d\x01\n" +
+	"\fTraceRequest\"\xd8\x01\n" +
 	"\rTraceResponse\x12\x1c\n" +
 	"\n" +
 	"at_unix_ms\x18\x01 \x01(\x03R\batUnixMs\x12\x19\n" +
 	"\bspace_id\x18\x02 \x01(\fR\aspaceId\x12!\n" +
 	"\fblock_tokens\x18\x03 \x01(\rR\vblockTokens\x12\x16\n" +
 	"\x06hashes\x18\x04 \x01(\fR\x06hashes\x12\x18\n" +
-	"\adropped\x18\x05 \x01(\x04R\adropped\"\x0f\n" +
+	"\adropped\x18\x05 \x01(\x04R\adropped\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x06 \x01(\tR\trequestId\x12\x1a\n" +
+	"\binstance\x18\a \x01(\tR\binstance\"\x0f\n" +
 	"\rConfigRequest\"$\n" +
 	"\x0eConfigResponse\x12\x12\n" +
 	"\x04yaml\x18\x01 \x01(\tR\x04yaml\"\x10\n" +
