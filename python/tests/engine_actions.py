@@ -468,3 +468,46 @@ def time_to_first_token_behind(llm, ahead, prompt, count):
         if not outputs:
             time.sleep(0.001)
     return {"seconds": first - done, "tokens": out}
+
+
+# ---- idle mode ----
+
+
+def watch_idle(llm):
+    """From now on every block's content is noted when its request ends, before anything can write there again, and compared when the block was loaded."""
+    from kvferry.vllm import loader as loader_module
+
+    scheduler, worker = (side for side in connectors(llm))
+    becomes_idle, loaded = scheduler._scheduler._becomes_idle, loader_module.Loader._loaded
+
+    def noting(state, block_ids, held):
+        request = state.request
+        for block_id, name in zip(block_ids[: request.num_computed_tokens // 128], request.block_hashes):
+            _stored.setdefault(name, set()).add(_content(worker._worker._memory, block_id))
+            _checks["stored"] += 1
+        becomes_idle(state, block_ids, held)
+
+    def comparing(self, load, indices, source):
+        loaded(self, load, indices, source)
+        for i in indices:
+            name = load.job.hashes[32 * i : 32 * i + 32]
+            _checks["loaded"] += 1
+            if name not in _stored:
+                _checks["unknown"] += 1
+            elif _content(self._memory, load.job.block_ids[i]) not in _stored[name]:
+                _checks["wrong"] += 1
+
+    scheduler._scheduler._becomes_idle = noting
+    loader_module.Loader._loaded = comparing
+
+
+def set_idle(llm, seconds):
+    connectors(llm)[0]._scheduler._idle._idle_s = seconds
+
+
+def idle_blocks(llm):
+    """Blocks that wait for their time or are being read, on either side."""
+    scheduler, worker = connectors(llm)
+    stores = worker._worker._idle
+    with stores._changed:
+        return {"scheduler": len(scheduler._scheduler._idle), "waiting": len(stores._waiting), "running": len(stores._running)}

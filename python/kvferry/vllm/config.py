@@ -15,6 +15,9 @@ class Config:
     descriptors: str = ""  # of the descriptor socket; descriptors.sock beside the other
     mode: Literal["lent", "staging"] = "lent"
     staging_bytes: int = 256 << 20  # of the staging buffer
+    store: Literal["eager", "idle"] = "eager"  # blocks as they are computed, or what nobody used for hbm_idle_s
+    hbm_idle_s: int = 15
+    hbm_give_back: bool = False  # of idle blocks, once they are stored
     direct: Literal["auto", "on", "off"] = "auto"  # lend blocks that peers' transfers write; on: and say where the daemon does not
     model: str = ""  # name in the space, where the engine's would differ between nodes
     revision: str = ""  # or digest of the weights, where it cannot be found or takes too long to compute
@@ -47,8 +50,14 @@ def read_config(extra: dict[str, Any]) -> Config:
         raise ValueError(f"kv_connector_extra_config.mode: {config.mode!r} is neither lent nor staging")
     if config.direct not in ("auto", "on", "off"):
         raise ValueError(f"kv_connector_extra_config.direct: {config.direct!r} is none of auto, on, off")
+    if config.store not in ("eager", "idle"):
+        raise ValueError(f"kv_connector_extra_config.store: {config.store!r} is neither eager nor idle")
+    if config.store == "idle" and config.mode != "lent":
+        raise ValueError("kv_connector_extra_config.store: idle needs mode lent: idle blocks are read where they lie")
+    if config.hbm_give_back and config.store != "idle":
+        raise ValueError("kv_connector_extra_config.hbm_give_back: needs store idle")
     timeouts = [(f"{name}_timeout_ms", 1, 60000) for name in ("load", "transfer", "store")]
-    for key, low, high in (*timeouts, ("spill_percent", 0, 100), ("copy_threads", 1, 2)):
+    for key, low, high in (*timeouts, ("spill_percent", 0, 100), ("hbm_idle_s", 0, 86400), ("copy_threads", 1, 2)):
         if not low <= getattr(config, key) <= high:
             raise ValueError(f"kv_connector_extra_config.{key}: {getattr(config, key)} is not in {low}..{high}")
     socket = config.socket or os.environ.get("KVFERRY_SOCKET", "") or DEFAULT_SOCKET

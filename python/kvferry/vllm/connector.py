@@ -159,6 +159,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- scheduler side ----
 
     @_guarded(_nothing)
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._scheduler.use_pool(gpu_block_pool)
+
+    @_guarded(_nothing)
     def on_new_request(self, request: Any) -> None:
         self._scheduler.arrived(request)
 

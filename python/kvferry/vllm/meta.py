@@ -16,6 +16,7 @@ class StoreJob:
     hashes: bytes
     parents: bytes
     retention: int = 0  # pb.Retention
+    due: float = 0.0  # of an idle one: on the monotonic clock, which all processes of a node share
 
 
 @dataclass
@@ -35,6 +36,10 @@ class StepMeta(KVConnectorMetadata):
     revoke_all: bool = False  # any block may be written again in this step
     revokes: list[int] = field(default_factory=list)  # stores whose blocks are written again in this step
     stores: list[StoreJob] = field(default_factory=list)  # to begin after this step's forward
+    idle_stores: list[StoreJob] = field(default_factory=list)  # to begin when they are due; ids of their own
+    idle_used: list[int] = field(default_factory=list)  # blocks of these that are idle no more
+    idle_reused: list[int] = field(default_factory=list)  # blocks of these that are written again in this step
+    idle_clear: bool = False  # forget those that have not begun
     loads: list[LoadJob] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)  # requests whose load is no longer wanted
     holds: dict[str, Hold] = field(default_factory=dict)  # requests that have finished and keep their blocks
@@ -45,7 +50,9 @@ class StepMeta(KVConnectorMetadata):
 class RankMeta(KVConnectorWorkerMetadata):
     ended: Counter[int]  # store id -> number of ranks that are done with reading its blocks
     refuses: bool = False  # a rank serves nothing, for good
+    kept: Counter[int] = field(default_factory=Counter)  # idle store id -> number of ranks on which all of its blocks are resident
+    lost: Counter[int] = field(default_factory=Counter)  # the same where they are not, and the store has ended
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "RankMeta":
         assert isinstance(other, RankMeta)
-        return RankMeta(self.ended + other.ended, self.refuses or other.refuses)
+        return RankMeta(self.ended + other.ended, self.refuses or other.refuses, self.kept + other.kept, self.lost + other.lost)

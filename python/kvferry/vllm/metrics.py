@@ -12,6 +12,8 @@ COUNTERS = {
     "stored_bytes": ("Bytes copied into the pool.", None),
     "present_blocks": ("Blocks that were to be stored and were resident already.", None),
     "unstored_blocks": ("Blocks that were not stored, by reason.", "reason"),
+    "idle_blocks": ("Blocks that nobody used any more, by what became of them.", "end"),
+    "given_back_blocks": ("Idle blocks that were stored and whose HBM was given back.", None),
     "loaded_blocks": ("Blocks that came into KV memory.", None),
     "loaded_bytes": ("Bytes that came into KV memory.", None),
     "source_blocks": ("Blocks that came into KV memory, by where from.", "source"),

@@ -26,6 +26,7 @@ from kvferry.vllm.handoff import (
     transfer_ticket,
 )
 from kvferry.vllm.holds import Hold, Holds
+from kvferry.vllm.idle import IdleBlocks
 from kvferry.vllm.matcher import Match, Matcher
 from kvferry.vllm.meta import LoadJob, RankMeta, StepMeta, StoreJob
 from kvferry.vllm.metrics import Stats, Tallies
@@ -55,6 +56,7 @@ class _Request:
         self.may_store = True  # False once the weights changed under it: what it computes from then on stands on what the old ones made
         self.local_blocks = 0  # hits in the engine's own cache at the last look-up
         self.table_length = 0  # blocks of its table that were seen so far
+        self.eager = True  # its blocks are stored as they are computed
         self.stored_until = 0  # blocks before this one are resident or were handed to a store
         self.stores: set[int] = set()  # that cover blocks of it and have not ended
 
@@ -82,6 +84,7 @@ class Scheduler:
             self._table = GenerationTable(blocks)
             hello.generations = blocks
             given[wire.ENTRY_GENERATIONS] = self._table.shared.fd
+        self._idle: IdleBlocks | None = None  # in idle mode
         self._offers = Offers(config, self._block_tokens, hello.instance, self._table)
         # What a peer's transfer writes straight into blocks is not in the pool.
         self._direct = config.mode == "lent" and config.direct != "off"
@@ -94,12 +97,23 @@ class Scheduler:
         self._matcher = Matcher(self._session, config, self._tallies)
         self._session.start()
 
+    def use_pool(self, pool: Any) -> None:
+        """vLLM's own account of its blocks."""
+        if self._config.store != "idle" or self._table is None:
+            return
+        if not pool.enable_caching:
+            self._log.warning("kvferry: store: idle needs the engine's prefix caching, which is off: blocks are stored as they are computed")
+            return
+        self._idle = IdleBlocks(pool, self._table, self._ranks, self._config.hbm_idle_s, self._config.hbm_give_back, self._tallies)
+
     # ---- look-up ----
 
     def arrived(self, request: Any) -> None:
         state = _Request(request)
         self._requests[request.request_id] = state
         params = request.kv_transfer_params or {}
+        # What is handed over is wanted in a moment.
+        state.eager = self._idle is None or bool(params.get("do_remote_decode"))
         if params.get("do_remote_prefill"):
             self._take_ticket(state, params)
         elif params.get("do_remote_decode"):
@@ -190,6 +204,8 @@ class Scheduler:
             self._reused(block_ids)
             return
         state.placed = True
+        if self._idle is not None:
+            self._meta.idle_used.extend(self._idle.used(block_ids[: state.table_length]))
         self._reused(block_ids[state.table_length :])
         state.table_length = len(block_ids)
         if external_tokens <= 0:
@@ -227,6 +243,8 @@ class Scheduler:
         if self._table is not None:
             self._table.bump(block_ids)
         self._meta.revokes.extend(self._reads.reuse(block_ids))
+        if self._idle is not None:
+            self._meta.idle_reused.extend(self._idle.reused(block_ids))
 
     # ---- the step ----
 
@@ -242,8 +260,10 @@ class Scheduler:
         for request_id, scheduled in output.num_scheduled_tokens.items() if serves else ():
             if state := self._requests.get(request_id):
                 tables = output.kv_connector_block_state.get_block_ids(request_id)
-                if tables is not None:
+                if tables is not None and state.eager:
                     self._store_finished(state, tables[0], state.request.num_computed_tokens + scheduled)
+        if self._idle is not None:
+            self._meta.idle_stores.extend(self._idle.new_jobs())
         self._release_leases()
         self._bring_up()
         self._spill(self._holds.over_share(), "share")
@@ -294,8 +314,12 @@ class Scheduler:
         if isinstance(meta := output.kv_connector_worker_meta, RankMeta):
             self._reads.ended(meta.ended)
             self._refused = self._refused or meta.refuses
+            if self._idle is not None:
+                self._idle.settled(meta.kept, meta.lost)
         for request_id in output.finished_sending or ():
             self._holds.ended(request_id)
+            if self._idle is not None:
+                self._idle.released(request_id)
         for request_id in output.finished_recving or ():
             job = self._loads.pop(request_id, None)
             state = self._requests.get(request_id)
@@ -330,10 +354,14 @@ class Scheduler:
         if loading or not params.get("do_remote_decode") or not finished_well:
             if state.opened is not None:
                 state.opened.end("aborted")
+            if not loading:
+                self._becomes_idle(state, block_ids, held=False)
             return False, None
         answer, hold = self._offer(state, block_ids)
         pending = sorted(self._reads.unfinished(state.stores))
-        if self._table is None or (not pending and hold is None):
+        held = self._table is not None and (bool(pending) or hold is not None)
+        self._becomes_idle(state, block_ids, held)
+        if not held:
             return False, answer
         hold = hold or Hold([])
         hold.store_ids = pending
@@ -341,6 +369,24 @@ class Scheduler:
             self._holds.add(request.request_id, block_ids, pending)
         self._meta.holds[request.request_id] = hold
         return True, answer
+
+    def _becomes_idle(self, state: _Request, block_ids: list[int], held: bool) -> None:
+        """The blocks of a request that has ended, but for those that are resident; what is to be given back is asked about once more."""
+        if self._idle is None or not state.may_store or self._refused:
+            return
+        request = state.request
+        hashes = request.block_hashes
+        end = min(request.num_computed_tokens // self._block_tokens, len(hashes), len(block_ids))
+        first = 0 if self._idle.gives_back else state.stored_until
+        chosen = [i for i in range(first, end) if self._reads.current(block_ids[i])]
+        self._idle.finished(
+            request.request_id,
+            [block_ids[i] for i in chosen],
+            [hashes[i] for i in chosen],
+            [hashes[i - 1] if i else _NO_PARENT for i in chosen],
+            RETENTIONS.get(state.retention, pb.RETENTION_NORMAL),
+            held,
+        )
 
     def _offer(self, state: _Request, block_ids: list[int]) -> tuple[dict[str, Any], Hold | None]:
         # These keys are what proxies carry from one engine to the other; without a ticket the prompt is computed again.
@@ -405,6 +451,7 @@ class Scheduler:
             if state.opened is not None:
                 state.opened.end("the weights changed")
                 state.opened = state.transfer = None
+        self._forget_idle()
         self._spill(self._holds.all(), "reset")
         if self._table is not None:
             self._table.bump_all()
@@ -415,11 +462,19 @@ class Scheduler:
         """A hook has failed half-way: which blocks it would have taken back is not known, so all are."""
         self._tallies.add("errors", label=where)
         self._meta.revoke_all = True
+        self._forget_idle()
         if self._table is not None:
             self._table.bump_all()
 
+    def _forget_idle(self) -> None:
+        if self._idle is not None:
+            self._idle.clear()
+            self._meta.idle_stores.clear()
+            self._meta.idle_clear = True
+
     def rescue_meta(self) -> StepMeta:
         """For a step whose own metadata could not be made. What a rank has to report an end of must reach it all the same."""
+        self._forget_idle()
         meta, self._meta = self._meta, StepMeta(self._generation)
         if self._table is not None:
             self._table.bump_all()

@@ -17,6 +17,7 @@ from kvferry.v1 import engine_pb2 as pb
 from kvferry.vllm.config import Config
 from kvferry.vllm.handoff import REGION
 from kvferry.vllm.holds import Hold
+from kvferry.vllm.idlestores import IdleStores, OnEnd
 from kvferry.vllm.layout import KVMemory, Staging, pack
 from kvferry.vllm.loader import Loader
 from kvferry.vllm.meta import RankMeta, StepMeta, StoreJob
@@ -62,6 +63,7 @@ class Worker:
         self._loader: Loader | None = None
         self._staging: Staging | None = None
         self._stores: dict[int, _Store] = {}  # by store id; what the scheduler side believes to be reading
+        self._idle: IdleStores | None = None  # in idle mode
         self._ended: Counter[int] = Counter()  # store ids to tell it about
         self._holds: dict[str, _Held] = {}
         self._lock = Lock()  # guards what follows
@@ -86,6 +88,9 @@ class Worker:
             self._config.socket, self._config.descriptors, self._hello, {REGION: shared.fd}, self._log, self._attached, self._told
         )
         self._session.start()
+        if self._config.store == "idle":
+            self._idle = IdleStores(self._begin_idle, self._tallies, self._log)
+            self._idle.start()
         self._log.info(
             "kvferry: rank %d serves %d blocks of %d KiB, %s, copies with %s",
             self._hello.rank,
@@ -130,6 +135,10 @@ class Worker:
         """Takes back what this step writes again: before blocks are zeroed, loaded into or computed."""
         for store_id in list(self._stores) if meta.revoke_all else meta.revokes:
             self._take_back(store_id)
+        if self._idle is not None:
+            if meta.revoke_all or meta.idle_clear:
+                self._idle.clear(revoke=meta.revoke_all)
+            self._idle.take(meta.idle_used, meta.idle_reused)
         if meta.weights_generation != self._generation and self._session is not None:
             self._generation = meta.weights_generation
             space = pb.Space()
@@ -165,25 +174,43 @@ class Worker:
                 self._ended[job.store_id] += 1
                 if not isinstance(e, Refusal):
                     self._log.exception("kvferry: a store was not begun")
+        if self._idle is not None:
+            self._idle.add(meta.idle_stores)
 
-    def _start_store(self, job: StoreJob) -> None:
+    def _begin(self, job: StoreJob, target: tuple[Attachment, bytes], places: list[int], on_end: OnEnd) -> Operation:
+        attachment, space_id = target
+        return attachment.store(
+            space_id,
+            job.request_id,
+            REGION,
+            places,
+            job.hashes,
+            job.parents,
+            self._config.store_timeout_ms,
+            on_end=on_end,
+            retention=job.retention,
+        )
+
+    def _target(self) -> tuple[Attachment, bytes]:
         target = self._session.space_id(self._generation) if self._session else None
         if target is None:
             raise Refusal("not_attached")
-        attachment, space_id = target
+        return target
+
+    def _begin_idle(self, job: StoreJob, on_end: OnEnd) -> Operation:
+        """On the thread of IdleStores. What waits there is forgotten before the weights generation changes."""
+
+        def ended(operation: Operation, end: pb.OperationEnd) -> None:
+            self._count(job, end)
+            on_end(operation, end)
+
+        return self._begin(job, self._target(), job.block_ids, ended)
+
+    def _start_store(self, job: StoreJob) -> None:
+        target = self._target()
         slots = self._stage(job.block_ids) if self._staging is not None else []
         try:
-            operation = attachment.store(
-                space_id,
-                job.request_id,
-                REGION,
-                slots or job.block_ids,
-                job.hashes,
-                job.parents,
-                self._config.store_timeout_ms,
-                on_end=lambda op, end: self._count(job, end),
-                retention=job.retention,
-            )
+            operation = self._begin(job, target, slots or job.block_ids, lambda op, end: self._count(job, end))
         except Exception:
             self._unstage(slots)
             raise
@@ -273,7 +300,8 @@ class Worker:
 
     def take_meta(self) -> RankMeta | None:
         ended, self._ended = self._ended, Counter()
-        return RankMeta(ended) if ended else None
+        kept, lost = self._idle.take_settled() if self._idle is not None else (Counter(), Counter())
+        return RankMeta(ended, kept=kept, lost=lost) if ended or kept or lost else None
 
     def failed(self, where: str) -> None:
         self._tallies.add("errors", label=where)
@@ -284,6 +312,8 @@ class Worker:
     def close(self) -> None:
         for store_id in list(self._stores):
             self._take_back(store_id)
+        if self._idle is not None:
+            self._idle.close()
         if self._session is not None:
             self._session.close()
         if self._loader is not None:

@@ -1,0 +1,89 @@
+"""Idle mode in real engines: blocks are stored when nobody used them for a while, and their HBM is given back."""
+
+import os
+import random
+import subprocess
+import time
+
+import pytest
+from daemon import wait_for
+from engine import Engine
+from prompts import cached, prompts, tokens
+from tiny_model import TOKENS
+
+pytestmark = pytest.mark.vllm
+
+HITS = [896, 896, 1024]  # of the three prompts' tokens, in whole blocks
+STORED = 23  # those 22 blocks, and one that an answer completes
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of an engine's processes so far, the one that a test talks to and those that it started."""
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout.split()
+    ticks = 0
+    for process in (str(pid), *children):
+        try:
+            with open(f"/proc/{process}/stat") as f:
+                ticks += sum(map(int, f.read().rsplit(") ", 1)[1].split()[11:13]))
+        except FileNotFoundError:  # ps itself
+            pass
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def test_an_engine_that_sleeps_has_its_idle_blocks_stored_and_gives_hbm_back(model, reference, daemon, tmp_path):
+    asked = prompts(41)
+    # The engine's loop is in a process of its own, and sleeps where it has nothing to do.
+    idle = {"store": "idle", "hbm_idle_s": 4, "hbm_give_back": True}
+    with Engine(model, tmp_path, daemon, idle, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}) as engine:
+        wait_for(lambda: daemon.attached(workers=1), 15, "the engine is attached")
+        began = time.monotonic()
+        assert tokens(engine.generate(asked)) == reference(asked)
+        ended, used = time.monotonic(), cpu_seconds(engine.process.pid)
+        if ended - began < 3.5:
+            assert daemon.blocks() == 0
+        time.sleep(max(0.0, ended + 2 - time.monotonic()))
+        waiting = (cpu_seconds(engine.process.pid) - used) / (time.monotonic() - ended)
+        wait_for(lambda: daemon.blocks() == STORED, 20, "stored, with no request or step in between")
+        stored = time.monotonic() - ended
+        assert 3 < stored
+        used, since = cpu_seconds(engine.process.pid), time.monotonic()
+        time.sleep(2)
+        resting = (cpu_seconds(engine.process.pid) - used) / (time.monotonic() - since)
+        print(f"stored {stored:.1f} s after the last request; {waiting:.1%} of a core while waiting, {resting:.1%} afterwards")
+        assert waiting < 0.25 and resting < 0.1
+        # The next step, whatever it is for, gives the HBM back; the next one who asks has it from the pool.
+        engine.generate([[5, 6, 7]], 1)
+        again = engine.generate(asked)
+        assert tokens(again) == reference(asked) and cached(again) == HITS
+        counted = engine.run("metrics")
+        assert counted["given_back_blocks"] == counted["idle_blocks:stored"] == counted["stored_blocks"] == STORED
+        assert counted["loaded_blocks"] == sum(HITS) // 128
+
+
+def test_reused_blocks_are_never_stored_under_their_old_hash(model, reference, daemon, tmp_path):
+    rng = random.Random(42)
+    shared = prompts(42, count=4, length=600)
+    own = [[[rng.choice(TOKENS) for _ in range(300)] for _ in range(3)] for _ in shared]
+    asked = [s + o[0] for s, o in zip(shared, own)]
+    # Requests need several times the memory; what is idle is read while it is written again, and before.
+    with Engine(
+        model, tmp_path, daemon, {"store": "idle", "hbm_idle_s": 0}, max_num_seqs=2, max_model_len=2048, num_gpu_blocks_override=24
+    ) as engine:
+        engine.run("wait_attached")
+        engine.run("watch_idle")
+        for seconds in (0, 0.1):
+            engine.run("set_idle", seconds=seconds)
+            pressed = engine.run("press", seconds=4, seed=int(10 * seconds), shared=shared, own=own, at_once=2, count=4)
+            assert set(pressed["reasons"]) == {"length"} and sum(pressed["reasons"].values()) == pressed["requests"]
+        time.sleep(0.2)
+        engine.run("drain")
+        for prompt in asked:
+            assert tokens(engine.generate([prompt])) == reference([prompt])
+        counted, checks = engine.run("metrics"), engine.run("checks")
+        print(checks, {k: v for k, v in counted.items() if k.startswith(("idle", "unstored", "stored", "present", "given"))})
+        assert checks["loaded"] > 0 and checks["wrong"] == checks["unknown"] == 0
+        assert counted["idle_blocks:reused"] > 0 and counted["idle_blocks:stored"] > 0
+        assert "errors" not in " ".join(counted)
+        engine.run("set_idle", seconds=0)
+        wait_for(lambda: engine.run("drain") or engine.run("idle_blocks")["scheduler"] == 0, 10, "nothing is left over")
+        assert set(engine.run("idle_blocks").values()) == set(engine.run("leftovers").values()) == {0}
