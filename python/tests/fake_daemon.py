@@ -178,11 +178,14 @@ class FakeDaemon(engine_pb2_grpc.EngineServicer):
         return space_id + name + bytes([rank])
 
     def _store(self, session, store) -> None:
-        stored = []
+        stored, present = [], 0
         for block_id, name in zip(store.block_ids, _split(store.hashes)):
             data = session.read_block(store.region, block_id)
             key = self._key(store.space_id, name, session.hello.rank)
-            if key in self.blocks or len(self.blocks) + len(stored) >= self.slots:
+            if key in self.blocks:
+                present += 1
+                continue
+            if len(self.blocks) + len(stored) >= self.slots:
                 continue
             slot = len(self.blocks) + len(stored)
             base = slot * self.stride
@@ -196,7 +199,7 @@ class FakeDaemon(engine_pb2_grpc.EngineServicer):
             for key, slot, crc, length in stored:
                 struct.pack_into("<Q", self.pool, slot * self.stride, 2)
                 self.blocks[key] = (slot, crc, length)
-            session.end(store.operation, pb.OUTCOME_COMMITTED, "", len(stored), len(store.block_ids) - len(stored))
+            session.end(store.operation, pb.OUTCOME_COMMITTED, "", len(stored), present)
         else:
             session.end(store.operation, pb.OUTCOME_REVOKED)
 

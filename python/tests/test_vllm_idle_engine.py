@@ -1,5 +1,6 @@
 """Idle mode in real engines: blocks are stored when nobody used them for a while, and their HBM is given back."""
 
+import contextlib
 import os
 import random
 import subprocess
@@ -18,15 +19,17 @@ STORED = 23  # those 22 blocks, and one that an answer completes
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of an engine's processes so far, the one that a test talks to and those that it started."""
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout.split()
+    """Of an engine's processes so far: the one that a test talks to, and those below it."""
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True).stdout
+    parents = {int(p): int(parent) for p, parent in map(str.split, listed.splitlines())}
     ticks = 0
-    for process in (str(pid), *children):
-        try:
-            with open(f"/proc/{process}/stat") as f:
+    for process in parents:
+        ancestor = process
+        while ancestor not in (0, pid):
+            ancestor = parents.get(ancestor, 0)
+        if ancestor == pid:
+            with contextlib.suppress(FileNotFoundError), open(f"/proc/{process}/stat") as f:
                 ticks += sum(map(int, f.read().rsplit(") ", 1)[1].split()[11:13]))
-        except FileNotFoundError:  # ps itself
-            pass
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
