@@ -501,8 +501,24 @@ def watch_idle(llm):
     loader_module.Loader._loaded = comparing
 
 
-def set_idle(llm, seconds):
-    connectors(llm)[0]._scheduler._idle._idle_s = seconds
+def set_idle(llm, seconds, gives_back):
+    idle = connectors(llm)[0]._scheduler._idle
+    idle._idle_s, idle.gives_back = seconds, gives_back
+
+
+def pass_time(llm, seconds):
+    """For idle blocks it is so much later."""
+    scheduler, worker = connectors(llm)
+    stores = worker._worker._idle
+    with stores._changed:
+        scheduler._scheduler._idle._clock = stores._clock = lambda: time.monotonic() + seconds
+        stores._changed.notify()
+
+
+def pool_blocks(llm):
+    """Of the engine's own pool: blocks that no request holds, and blocks that its prefix cache can find."""
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    return {"free": pool.get_num_free_blocks(), "with_content": sum(b.block_hash is not None for b in pool.blocks)}
 
 
 def idle_blocks(llm):

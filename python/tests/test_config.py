@@ -27,12 +27,24 @@ def test_defaults(monkeypatch):
         {"direct": "maybe"},
         {"spill_percent": 101},
         {"transfer_timeout_ms": 60001},
+        {"store": "lazy"},
+        {"hbm_idle_s": 86401},
+        {"hbm_idle_s": 0.5},
+        {"hbm_give_back": 1},
+        {"hbm_give_back": True},
     ],
 )
 def test_wrong_keys_are_named(extra):
     (key,) = extra
     with pytest.raises(ValueError, match=f"kv_connector_extra_config.{key}"):
         read_config(extra)
+
+
+def test_idle_mode():
+    config = read_config({"store": "idle", "hbm_give_back": True})
+    assert config.hbm_idle_s == 15 and config.hbm_give_back and read_config({}).store == "eager"
+    with pytest.raises(ValueError, match="store: idle needs mode lent"):
+        read_config({"store": "idle", "mode": "staging"})
 
 
 def test_helper_is_there():
