@@ -580,3 +580,20 @@ def test_the_thread_begins_what_is_due():
     wait_for(lambda: begun == [1], 5, "begun")
     stores._running.clear()
     stores.close()
+
+
+def test_the_thread_outlives_an_error(caplog):
+    def clock():
+        raise RuntimeError("broken")
+
+    tallies = Tallies()
+    stores = IdleStores(lambda job, on_end: None, tallies, logging.getLogger("test"), clock)
+    stores.start()
+    stores.add([StoreJob(1, "r", [5], bytes(32), bytes(32))])
+    wait_for(lambda: stores.take_settled()[1] == Counter([1]), 5, "given up")
+    stores._clock = lambda: 0.0
+    stores.add([StoreJob(2, "r", [5], bytes(32), bytes(32))])
+    wait_for(lambda: 2 in stores._running, 5, "begun")
+    stores._running.clear()
+    stores.close()
+    assert tallies.take().data == {"errors:idle": 1}

@@ -97,7 +97,7 @@ def test_idle_blocks_are_stored_given_back_and_never_stored_under_an_old_hash(mo
 
         for seconds, gives_back in ((0, True), (0.3, False)):
             engine.run("set_idle", seconds=seconds, gives_back=gives_back)
-            pressed = engine.run("press", seconds=4, seed=int(10 * seconds) + 1, shared=shared, own=own, at_once=2, count=4)
+            pressed = engine.run("press", seconds=3, seed=int(10 * seconds) + 1, shared=shared, own=own, at_once=2, count=4)
             assert set(pressed["reasons"]) == {"length"} and sum(pressed["reasons"].values()) == pressed["requests"]
         time.sleep(0.2)
         engine.run("drain")

@@ -55,7 +55,19 @@ class IdleStores:
     def _run(self) -> None:
         with self._changed:
             while not self._closed:
-                self._changed.wait(self.begin_due())
+                try:
+                    wait = self.begin_due()
+                except Exception:
+                    # What waits may not be what it is taken for.
+                    self._tallies.add("errors", label="idle")
+                    self._log.exception("kvferry: idle stores that wait are given up")
+                    self._give_up()
+                    wait = None
+                self._changed.wait(wait)
+
+    def _give_up(self) -> None:
+        self._lost.update(self._waiting.keys())
+        self.clear(revoke=False)
 
     def add(self, jobs: list[StoreJob]) -> None:
         if not jobs:
@@ -78,12 +90,13 @@ class IdleStores:
         for reads, operation in self._running.values() if revoke else ():
             if block_id in reads:
                 operation.revoke()
-        store_id = self._of_block.pop(block_id, None)
-        if store_id is None:
+        store_id = self._of_block.pop(block_id, 0)
+        job = self._waiting.get(store_id)
+        if job is None:
             return
         taken = self._taken.setdefault(store_id, set())
         taken.add(block_id)
-        if len(taken) == len(self._waiting[store_id].block_ids):
+        if len(taken) == len(job.block_ids):
             del self._waiting[store_id], self._taken[store_id]
 
     def clear(self, revoke: bool) -> None:
@@ -105,7 +118,8 @@ class IdleStores:
                 del self._waiting[store_id]
                 job = _without(job, self._taken.pop(store_id, set()))
                 for block_id in job.block_ids:
-                    del self._of_block[block_id]
+                    if self._of_block.get(block_id) == store_id:
+                        del self._of_block[block_id]
                 self._begin_one(job)
             return None
 
