@@ -88,6 +88,7 @@ func (l *Ledger) freeSlabLocked(i int) {
 	st.slots.FreeSlab(i - st.first)
 	l.slabs[i] = slab{store: l.slabs[i].store}
 	st.freeSlabs++
+	st.cutUpTo = min(st.cutUpTo, i-st.first)
 }
 
 // takeSlotLocked hands a free slot to a block.
@@ -188,8 +189,9 @@ func (l *Ledger) freeSlabIndex(st *store) int {
 	if st.freeSlabs == 0 {
 		return -1
 	}
-	for i := st.first; i < st.first+st.slabs; i++ {
+	for i := st.first + st.cutUpTo; i < st.first+st.slabs; i++ {
 		if l.slabs[i].slots == nil {
+			st.cutUpTo = i - st.first
 			return i
 		}
 	}

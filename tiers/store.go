@@ -21,6 +21,7 @@ type store struct {
 	slabs     int
 	classes   map[uint64]*class
 	freeSlabs int
+	cutUpTo   int // none of the slabs before it is free
 	usedBytes uint64
 	blocks    int  // that have a slot here
 	closed    bool // nothing is written to it, and what only it has is not found
