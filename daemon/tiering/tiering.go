@@ -52,6 +52,7 @@ type Config struct {
 type Tiering struct {
 	cfg    Config
 	drives atomic.Pointer[[]*drive] // never modified: replaced
+	up     atomic.Int64             // bytes that prefetches are filling
 	kick   chan struct{}
 	ctx    context.Context
 	cancel context.CancelFunc
