@@ -34,9 +34,10 @@ type class struct {
 	slots     int
 	free      []SlotRef
 	leaves    policy.Set
-	relieving bool // more was to leave than one PlanDown does
-	leaving   int  // slots from which blocks are being moved, to be free when that has succeeded
-	held      int  // moves of blocks that could leave when they were planned
+	noSlab    int64 // when it last looked for a slab of another class in vain, unix ns
+	relieving bool  // more was to leave than one PlanDown does
+	leaving   int   // slots from which blocks are being moved, to be free when that has succeeded
+	held      int   // moves of blocks that could leave when they were planned
 }
 
 func (l *Ledger) addStoreLocked(tier int, slots Slots) {
