@@ -58,3 +58,23 @@ func TestRelieveInParts(t *testing.T) {
 		t.Errorf("%d blocks are in DRAM after %d parts", before, parts)
 	}
 }
+
+// Where all drives are closed, what is to go down by hand is counted, and its ancestors need not be looked at.
+func TestDemoteToClosedDrives(t *testing.T) {
+	s := newShelf(t, 520, 1)
+	for chain := tierstest.Chain(1, 8192); len(chain) > 0; chain = chain[64:] {
+		s.store(chain[:64])
+	}
+	s.l.SetOpen(1, false)
+	best := time.Hour
+	for range 3 {
+		start := time.Now()
+		if part := s.l.PlanDemote(s.now, tiers.Selection{}, 0, 1<<30); part.NoDrive != 8192 || len(part.List) != 0 || part.Next != 0 {
+			t.Fatalf("%d, %d, %d", part.NoDrive, len(part.List), part.Next)
+		}
+		best = min(best, time.Since(start))
+	}
+	if best > 50*time.Millisecond {
+		t.Errorf("a part held the ledger for %v", best)
+	}
+}

@@ -6,6 +6,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/kvferry/kvferry"
 	"github.com/kvferry/kvferry/daemon/health"
 	"github.com/kvferry/kvferry/tiers"
@@ -109,6 +111,37 @@ func TestPrefetchLeavesRoom(t *testing.T) {
 		synctest.Wait()
 		if n := r.ledger.Stats().InTier[policy.DRAM]; n != 128 {
 			t.Errorf("%d blocks are in DRAM: the next ones come", n)
+		}
+	})
+}
+
+// What a drive that is in trouble cannot read is not lost by that, however much was under way: it is there when the drive is.
+func TestUnreadableStays(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, 100)
+		r.down()
+		r.ledger.Release(time.Now(), tiers.Selection{}, 0)
+		chain := tierstest.Chain(1, 100)
+		release := r.device.Hold(nvmetest.OpRead)
+		defer release()
+		for i := range 10 {
+			go r.promote(chain[i*10:][:10], time.Second)
+		}
+		synctest.Wait()
+		d := r.m.Tiering.all()[0]
+		for range 3 {
+			r.m.Tiering.failed(d, unix.EIO)
+		}
+		r.device.Inject(func(op nvmetest.Op, _ int64, _ int) error {
+			if op == nvmetest.OpRead {
+				return unix.EIO
+			}
+			return nil
+		})
+		release()
+		synctest.Wait()
+		if st := r.ledger.Stats(); st.InTier[policy.NVMe] != 100 || st.Moving != 0 {
+			t.Errorf("%d of 100 blocks are left on the drive", st.InTier[policy.NVMe])
 		}
 	})
 }
