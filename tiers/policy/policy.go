@@ -97,6 +97,6 @@ type Set interface {
 	Add(id ID) // it is not in any Set of this tier
 	Remove(id ID)
 	Len() int
-	// Next is the block that is to leave next; it stays in the Set.
+	// Next is the block that is to leave next; it stays in the Set, and stays the next one until something comes, goes or is used.
 	Next(now int64) (ID, bool)
 }
