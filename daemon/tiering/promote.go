@@ -121,6 +121,11 @@ func (t *Tiering) Prefetch(space tiers.SpaceRef, shard uint16, hashes []byte) {
 	t.start(t.cfg.Ledger.BeginPromote(time.Now(), space, shard, hashes), kvferry.ClassPrefetch, time.Now().Add(prefetchDeadline), nil)
 }
 
+// Hint is Prefetch for what somebody says that he will ask for: of that no more comes than leaves the pool room for what is asked for now.
+func (t *Tiering) Hint(space tiers.SpaceRef, shard uint16, hashes []byte) {
+	t.start(t.cfg.Ledger.BeginPrefetch(time.Now(), space, shard, hashes), kvferry.ClassPrefetch, time.Now().Add(prefetchDeadline), nil)
+}
+
 // prefetchDeadline bounds how long a prefetch may wait for the drive.
 const prefetchDeadline = 30 * time.Second
 

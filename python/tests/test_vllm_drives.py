@@ -2,9 +2,10 @@
 
 import os
 import random
+import urllib.request
 
 import pytest
-from daemon import Daemon, wait_for
+from daemon import Daemon, free_port, wait_for
 from drive_file import DriveFile
 from engine import Engine
 from prompts import cached, prompts, tokens
@@ -197,10 +198,14 @@ def test_a_drive_that_is_slower_than_computing(model, reference, node, tmp_path)
 
 
 def daemon_memory(node: Node) -> dict[str, int]:
+    """In KiB: heap is what the garbage collector lets it grow to, about twice of what lives."""
     pid = node.process.pid
     with open(f"/proc/{pid}/status") as f:
         fields = dict(line.split(":", 1) for line in f)
-    return {"anon_kib": int(fields["RssAnon"].split()[0]), "threads": int(fields["Threads"]), "fds": len(os.listdir(f"/proc/{pid}/fd"))}
+    with urllib.request.urlopen(f"http://{node.config['metrics']['listen']}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    (heap,) = [float(line.split()[1]) for line in lines if line.startswith("go_memstats_next_gc_bytes ")]
+    return {"anon": int(fields["RssAnon"].split()[0]), "heap": int(heap) >> 10, "fds": len(os.listdir(f"/proc/{pid}/fd"))}
 
 
 @pytest.mark.long
@@ -209,8 +214,9 @@ def test_pressure(model, tmp_path):
     block_tokens, block = 32, 128 << 10
     small = {"num_gpu_blocks_override": 120, "block_size": block_tokens, "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 512}
     downs = {"idle": "1s", "onIdle": "copy", "high": 0.8, "low": 0.6}
+    metrics = {"listen": f"127.0.0.1:{free_port()}"}
     with (
-        Node(tmp_path / "node", size="18MiB", pool="10MiB", dram=downs) as node,
+        Node(tmp_path / "node", size="18MiB", pool="10MiB", dram=downs, metrics=metrics) as node,
         Engine(model, tmp_path, node, {"match_wait_ms": 200}, **small) as engine,
     ):
         room = (8 << 20) // block + (16 << 20) // block
@@ -237,7 +243,7 @@ def test_pressure(model, tmp_path):
         assert its["demote_blocks:moved"] > room and its["promote_blocks:moved"] > 50
         assert not [k for k in mine if k.startswith("errors")]
         assert its.get("broken_blocks:nvme", 0) == its.get("broken_blocks:pool", 0) == its.get("drives:degraded", 0) == 0
-        assert samples[-1]["anon_kib"] - samples[0]["anon_kib"] < 16 << 10
+        assert samples[-1]["anon"] - samples[0]["anon"] < 16 << 10 and samples[-1]["heap"] < 2 * samples[0]["heap"] + 4096
         assert samples[-1]["fds"] <= samples[0]["fds"] + 2
         assert engine.run("reset")
         assert [tokens(engine.generate([p])) for p in some] == alone
