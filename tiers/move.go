@@ -80,6 +80,11 @@ func (l *Ledger) beginPromoteLocked(now time.Time, space SpaceRef, shard uint16,
 	n := 0
 	for k, id := range ids {
 		m := out.List[k]
+		if l.shardSlotLocked(id, shard, policy.DRAM) != 0 { // named twice: it has a slot by now
+			l.unpinMoveLocked(m.From.Slot)
+			out.Elsewhere = append(out.Elsewhere, out.At[k])
+			continue
+		}
 		s, ok := l.allocateLocked(now.UnixNano(), c)
 		if !ok {
 			l.unpinMoveLocked(m.From.Slot)

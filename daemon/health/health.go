@@ -81,6 +81,19 @@ func (t *Tracker) Failure(now time.Time, reason string) (degraded bool) {
 	if t.state == OK && t.failures < failuresMax {
 		return false
 	}
+	return t.degradeLocked(now)
+}
+
+// Break reports a failure that makes it degraded alone.
+func (t *Tracker) Break(now time.Time, reason string) (degraded bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.failures++
+	t.reason = reason
+	return t.degradeLocked(now)
+}
+
+func (t *Tracker) degradeLocked(now time.Time) (degraded bool) {
 	degraded = t.state == OK
 	if degraded {
 		t.since = now

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/kvferry/kvferry"
@@ -31,8 +30,7 @@ type copier struct {
 	pool   transport.Memory
 	writes bool
 	moves  map[uint64]*tiers.Move // by offset in the pool
-	// started: the drive has it, and is to blame where it does not end.
-	started atomic.Bool
+	turn   turn
 }
 
 // add takes a move over, and is its copy.
@@ -52,7 +50,10 @@ func (c *copier) add(m *tiers.Move) transport.Copy {
 
 // Copy is transport.Copier.
 func (c *copier) Copy(ctx context.Context, batch []transport.Copy) error {
-	c.started.Store(true)
+	defer c.turn.begin()()
+	for i := range batch {
+		batch[i].Err = errNotTried
+	}
 	if c.writes {
 		return c.write(ctx, batch)
 	}

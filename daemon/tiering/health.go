@@ -2,6 +2,7 @@ package tiering
 
 import (
 	"context"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvferry/kvferry/daemon/health"
@@ -11,7 +12,13 @@ import (
 
 // failed counts a failure of a drive. One that fails again and again is closed: it is neither written nor read until a probe of it succeeds.
 func (t *Tiering) failed(d *drive, err error) {
-	if !d.health.Failure(time.Now(), err.Error()) {
+	d.mu.Lock() // the ledger is told of changes in their order: else a drive that is ok could stay closed, and nobody would probe it
+	defer d.mu.Unlock()
+	t.closeLocked(d, d.health.Failure(time.Now(), err.Error()), err)
+}
+
+func (t *Tiering) closeLocked(d *drive, degraded bool, err error) {
+	if !degraded {
 		return
 	}
 	t.cfg.Ledger.SetOpen(d.id, false)
@@ -20,12 +27,75 @@ func (t *Tiering) failed(d *drive, err error) {
 }
 
 func (t *Tiering) succeeded(d *drive) {
-	if !d.health.Success() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.hung > 0 || !d.health.Success() {
 		return
 	}
 	t.cfg.Ledger.SetOpen(d.id, true)
 	t.cfg.Log.Info("drive is ok again", "drive", d.name)
 	t.cfg.Counters.Add("drives", "recovered", 1)
+}
+
+// hangs tells whether something that is late is still at the drive.
+func (d *drive) hangs() bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.hung > 0
+}
+
+// hangAfter is what a drive has at least for what it has begun, however near the deadline was.
+const hangAfter = 2 * time.Second
+
+// turn is a transfer's turn at its drive.
+type turn struct {
+	began  atomic.Int64 // unix ns; 0: the drive has nothing of it
+	quiet  bool         // guarded by the drive's mutex, like the next
+	blamed bool
+}
+
+func (r *turn) begin() (end func()) {
+	r.began.Store(time.Now().UnixNano())
+	return func() { r.began.Store(0) }
+}
+
+// decide is mover.Transfer's: a drive that does not end what it has by the deadline is closed until it has.
+func (t *Tiering) decide(d *drive, r *turn) func(mover.Outcome) mover.Outcome {
+	return func(out mover.Outcome) mover.Outcome {
+		if out == mover.Expired {
+			t.late(d, r)
+		}
+		return out
+	}
+}
+
+func (t *Tiering) late(d *drive, r *turn) {
+	began := r.began.Load()
+	if began == 0 {
+		return
+	}
+	if left := hangAfter - time.Since(time.Unix(0, began)); left > 0 {
+		time.AfterFunc(left, func() { t.late(d, r) })
+		return
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if r.quiet || r.blamed {
+		return
+	}
+	r.blamed = true
+	d.hung++
+	t.closeLocked(d, d.health.Break(time.Now(), errLate.Error()), errLate) // at once: it may keep all that is at work, and then nothing else would ever fail
+}
+
+// over is told that a transfer is quiet.
+func (d *drive) over(r *turn) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	r.quiet = true
+	if r.blamed {
+		d.hung--
+	}
 }
 
 // probe tries a degraded drive, beside everything else.

@@ -64,7 +64,9 @@ type drive struct {
 	name   string
 	device *nvme.Drive
 	link   *mover.Link
+	mu     sync.Mutex // held while health changes and the ledger is told; before the ledger's, after a transfer's
 	health health.Tracker
+	hung   int            // transfers that are late and not quiet
 	slow   health.Tracker // slower than recomputing: probed by reading anyway, now and then
 	down   atomic.Int64   // bytes on their way down
 	probes atomic.Bool    // one is under way
@@ -107,7 +109,7 @@ func (t *Tiering) Tick(now time.Time) {
 		return
 	}
 	for _, d := range t.all() {
-		if s, _, _ := d.health.View(); s != health.OK && d.health.Allow(now) {
+		if s, _, _ := d.health.View(); s != health.OK && !d.hangs() && d.health.Allow(now) {
 			t.probe(d)
 		}
 	}
@@ -181,13 +183,9 @@ func (t *Tiering) submit(d *drive, m tiers.Moves, at []int, class kvferry.Class,
 	if c.writes {
 		d.down.Add(n)
 	}
-	transfer.Decide = func(out mover.Outcome) mover.Outcome {
-		if out == mover.Expired && c.started.Load() {
-			t.failed(d, errLate)
-		}
-		return out
-	}
+	transfer.Decide = t.decide(d, &c.turn)
 	transfer.Quiet = func(mover.Outcome) {
+		d.over(&c.turn)
 		ok := make([]bool, len(at))
 		now := time.Now()
 		for k, i := range at {

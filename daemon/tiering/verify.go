@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/kvferry/kvferry"
@@ -191,14 +190,12 @@ func (v *verifier) read(ctx context.Context, d *drive, list []tiers.Reading) (ou
 		r.at[p.Place.Offset] = i
 		t.Batch = append(t.Batch, transport.Copy{Dst: []kvferry.Segment{{Offset: p.Place.Offset, Length: p.Place.Length}}})
 	}
-	t.Decide = func(o mover.Outcome) mover.Outcome {
-		if o == mover.Expired && r.started.Load() {
-			v.m.Tiering.failed(d, errLate)
-		}
-		return o
-	}
+	t.Decide = v.m.Tiering.decide(d, &r.turn)
 	quiet := make(chan struct{})
-	t.Quiet = func(mover.Outcome) { close(quiet) }
+	t.Quiet = func(mover.Outcome) {
+		d.over(&r.turn)
+		close(quiet)
+	}
 	for {
 		err := d.link.Submit(t)
 		if err == nil {
@@ -242,16 +239,15 @@ func (v *verifier) buffers(list []tiers.Reading) [][]byte {
 
 // readBack is the copier of a verification: it reads into memory that nobody looks at.
 type readBack struct {
-	d   *drive
-	at  map[uint64]int // operations by offset on the drive
-	ops []nvme.ReadOp
-	// started: the drive has it, and is to blame where it does not end.
-	started atomic.Bool
+	d    *drive
+	at   map[uint64]int // operations by offset on the drive
+	ops  []nvme.ReadOp
+	turn turn
 }
 
 // Copy is transport.Copier. What is broken is no failure of the transfer: the rest of it is to be read too.
 func (r *readBack) Copy(ctx context.Context, batch []transport.Copy) error {
-	r.started.Store(true)
+	defer r.turn.begin()()
 	first := r.at[batch[0].Dst[0].Offset] // the mover goes over a batch in its order
 	r.d.device.Read(ctx, r.ops[first:first+len(batch)])
 	return ctx.Err()

@@ -27,7 +27,6 @@ type driveRig struct {
 	config NodeConfig
 	drives []string
 	node   *Node
-	dying  sync.WaitGroup
 }
 
 const (

@@ -67,7 +67,7 @@ func TestByHand(t *testing.T) {
 func TestBounds(t *testing.T) {
 	tr := excerpt(t)
 	most := Unlimited(tr)
-	for _, part := range []int{50, 10, 3} {
+	for _, part := range []int{50, 5} {
 		n := tr.Unique() / part
 		best := Optimum(tr, n)
 		if best > most {
@@ -77,9 +77,6 @@ func TestBounds(t *testing.T) {
 			r := run1(t, tr, n, 0, p)
 			if r.DRAM > best || r.NVMe != 0 || r.Stored != r.Asked-r.DRAM || r.Evicted != max(r.Stored-n, 0) {
 				t.Errorf("%s, %d blocks: %+v, optimum %d", p, n, r, best)
-			}
-			if again := run1(t, tr, n, 0, p); again != r {
-				t.Errorf("%s: %+v and %+v", p, r, again)
 			}
 		}
 	}
