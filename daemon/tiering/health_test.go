@@ -78,3 +78,37 @@ func TestHangingDrive(t *testing.T) {
 		}
 	})
 }
+
+// Prefetches from a drive that does not answer leave room for stores, and end.
+func TestPrefetchLeavesRoom(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, 200)
+		r.down()
+		r.ledger.Release(time.Now(), tiers.Selection{}, 0)
+		release := r.device.Hold(nvmetest.OpRead)
+		defer release()
+		for range 3 {
+			r.m.Tiering.Prefetch(r.ref, 0, packed(tierstest.Chain(1, 200)))
+		}
+		if st := r.ledger.Stats(); st.Filling != 64 {
+			t.Errorf("%d slots of 256 are being filled", st.Filling)
+		}
+		fills := r.ledger.BeginFill(time.Now(), r.ref, 0, tierstest.Chain(2, 64))
+		for i := range fills {
+			if fills[i].Status != tiers.FillNew {
+				t.Fatalf("block %d of a store: status %d", i, fills[i].Status)
+			}
+		}
+		r.ledger.Abort(time.Now(), fills)
+		release()
+		synctest.Wait()
+		if n := r.m.Tiering.up.Load(); n != 0 || r.ledger.Stats().InTier[policy.DRAM] != 64 {
+			t.Errorf("%d bytes are under way at the end, %d blocks came", n, r.ledger.Stats().InTier[policy.DRAM])
+		}
+		r.m.Tiering.Prefetch(r.ref, 0, packed(tierstest.Chain(1, 200)))
+		synctest.Wait()
+		if n := r.ledger.Stats().InTier[policy.DRAM]; n != 128 {
+			t.Errorf("%d blocks are in DRAM: the next ones come", n)
+		}
+	})
+}
