@@ -216,8 +216,8 @@ func demoTrace(t *testing.T) *replay.Trace {
 // The hit ratio that kvferry simulate foretells is the one that a daemon has, with a working set of ten times the pool on a real file. The requests are the beginning of a real trace.
 func TestHitsAsSimulated(t *testing.T) {
 	trace := demoTrace(t)
-	if testing.Short() {
-		trace.Requests = trace.Requests[:400]
+	if testing.Short() || slower > 1 {
+		trace.Requests = trace.Requests[:300]
 	}
 	const shard = 4 << 10
 	n := newNode(t, withDrives(t, 1, 22<<20), func(c *Config) {
