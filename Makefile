@@ -32,7 +32,8 @@ $(VENV)/installed: python/pyproject.toml python/setup.py $(wildcard csrc/copyshi
 
 .PHONY: test
 test: build lint check-generated $(VENV)/installed ## what a change must pass: linters, Go tests with the race detector, Python tests (at most 8 minutes)
-	$(GO) test -race -timeout 6m ./...
+	$(GO) test -race -timeout 6m $$($(GO) list ./... | grep -vE '/(policy|replay)$$')
+	$(GO) test -timeout 6m ./tiers/policy ./tiers/replay ./tiers/nvme
 	$(GO) test -count=1 ./daemon/sim -args -seeds 200
 	$(VENV)/bin/python -m pytest -q -m 'not vllm' python/tests
 
@@ -84,10 +85,12 @@ test-vllm: build ## the connector with the real engine: the part that CI runs
 	scripts/test-vllm
 
 .PHONY: long
-long: build $(VENV)/installed ## what takes longer than CI may: the rest of the vLLM tests, more seeds, longer fuzzing, a soak of SOAK (default 10m)
+long: build $(VENV)/installed ## what takes longer than CI may: the rest of the vLLM tests, more seeds, longer fuzzing, a daemon killed 200 times, a soak of SOAK (default 20m)
 	$(GO) test -count=1 -timeout 20m ./tiers -args -seeds 5000
-	$(GO) test -count=1 -timeout 30m ./daemon/sim -args -seeds 5000
-	$(GO) test -count=1 -timeout 60m -run TestSoak -v ./standin/process -args -soak $(or $(SOAK),10m)
+	$(GO) test -count=1 -timeout 30m ./tiers/nvme -args -seeds 10000 -kills 200
+	$(GO) test -count=1 -timeout 60m ./daemon/sim -args -seeds 10000
+	$(GO) test -count=1 -timeout 20m -run 'TestDaemonKilledUnderLoad|TestFlips' -v ./standin/process -args -daemon-kills 200 -flip-rounds 60
+	$(GO) test -count=1 -timeout 60m -run TestSoak -v ./standin/process -args -soak $(or $(SOAK),20m)
 	scripts/fuzz 2m
 	scripts/test-vllm --long
 

@@ -12,8 +12,10 @@
 //	fetch_tcp_*           of that, the part until all lies in node b's pool
 //	one_block_*        p50 of one block alone; the limit is the target
 //	match_8192_*       p50 of a Match with 8,192 hits; the limit is the target
+//	match_8192_ledger_10m, index_memory_10m  the ledger alone with ten million blocks: the same, and memory a block; the limits are the targets
 //	nvme_*             random slots of a drive's file, until they are durable with their headers, or read and checked; the limit is fio with io_uring and O_DIRECT on
 //	                   a file beside it, same block size, depth and amount, without a sync. Left out where fio is not installed
+//	restore_*          from a Load whose blocks lie on a drive only to the last byte in the worker's memory; the limit is fio reading the same from a file beside it
 //	peer_nixl_read_*   our handoff_local_* against NIXL on the same work; only with --nixl (make bench PEERS=1)
 package main
 
@@ -51,7 +53,7 @@ func run(args []string) error {
 	f.IntVar(&b.rounds, "rounds", 9, "rounds of every throughput figure")
 	f.StringVar(&b.only, "only", "", "only figures whose name contains this")
 	f.StringVar(&b.want, "network", "auto", "between the nodes: netns (two network namespaces), loopback, or auto: netns where possible")
-	f.StringVar(&b.driveDir, "drive-dir", "bench/out", "a directory on the drive that nvme_* measures; 2 GB")
+	f.StringVar(&b.driveDir, "drive-dir", "bench/out", "a directory on the drive that nvme_* measures; it takes 1 GB")
 	out := f.String("out", "bench/out/latest.json", "where the figures are written")
 	if err := f.Parse(args); err != nil {
 		return err
@@ -66,7 +68,7 @@ func run(args []string) error {
 	b.daemon = path
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	ctx, cancel := context.WithTimeoutCause(ctx, 8*time.Minute, errors.New("the benchmark took longer than eight minutes"))
+	ctx, cancel := context.WithTimeoutCause(ctx, 12*time.Minute, errors.New("the benchmark took longer than twelve minutes"))
 	defer cancel()
 	if err := b.all(ctx); err != nil {
 		return err
@@ -160,8 +162,17 @@ func (b *bench) all(ctx context.Context) error {
 			}
 		}
 	}
+	if err := b.restores(ctx); err != nil {
+		return err
+	}
 	if err := b.drives(ctx); err != nil {
 		return err
+	}
+	if b.wanted("match_8192_ledger_10m", "index_memory_10m") {
+		fmt.Fprintln(os.Stderr, "index ...")
+		if err := b.index(); err != nil {
+			return fmt.Errorf("index: %w", err)
+		}
 	}
 	if b.wanted("match_8192_go", "match_8192_python") {
 		fmt.Fprintln(os.Stderr, "match ...")

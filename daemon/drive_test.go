@@ -216,8 +216,8 @@ func demoTrace(t *testing.T) *replay.Trace {
 // The hit ratio that kvferry simulate foretells is the one that a daemon has, with a working set of ten times the pool on a real file. The requests are the beginning of a real trace.
 func TestHitsAsSimulated(t *testing.T) {
 	trace := demoTrace(t)
-	if testing.Short() {
-		trace.Requests = trace.Requests[:400]
+	if testing.Short() || slower > 1 {
+		trace.Requests = trace.Requests[:300]
 	}
 	const shard = 4 << 10
 	n := newNode(t, withDrives(t, 1, 22<<20), func(c *Config) {
@@ -338,5 +338,51 @@ func TestAcceptBesideADrive(t *testing.T) {
 	}
 	if ready != 24 {
 		t.Errorf("%d of 24 blocks came", ready)
+	}
+}
+
+// A drive that is slower than computing is left alone, but for a try now and then that measures it again.
+func TestSlowerThanComputing(t *testing.T) {
+	n := newNode(t, withDrives(t, 1, 64<<20), func(c *Config) { c.DRAM.OnIdle = "move" })
+	s, m := n.attach(worker)
+	hashes, parents := prompt(40, 1)
+	store(t, s, m, 0, hashes, parents)
+	down := func() {
+		n.onDrives(40)
+		eventually(t, "blocks have left DRAM", func() bool {
+			n.tiering.Tick(time.Now().Add(time.Hour))
+			return n.ledger.Stats().InTier[policy.DRAM] == 0
+		})
+	}
+	down()
+	if r := load(t, s, m, 100, hashes, nil); ready(r) != 40 { // measures it
+		t.Fatalf("%v", r.Status)
+	}
+	down()
+	found := func(computeUs uint32) int {
+		r, err := s.MatchPeers(t.Context(), "r", hashes, 1000, nil, computeUs)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return int(r.NvmeBlocks)
+	}
+	if got := found(1_000_000); got != 40 {
+		t.Errorf("computing takes a second a block: %d blocks of the drive count", got)
+	}
+	left := 0
+	for range 6 { // of a microsecond a block
+		if found(1) == 0 {
+			left++
+		}
+	}
+	if left < 3 {
+		t.Errorf("computing takes a microsecond a block: in %d of 6 look-ups the drive was left alone", left)
+	}
+	st, err := n.admin().Status(t.Context(), &pb.StatusRequest{})
+	if err != nil || len(st.Problems) == 0 || !strings.Contains(st.Problems[0].Reason, "slower than recomputing") {
+		t.Errorf("%v, %v", st.GetProblems(), err)
+	}
+	if got := found(0); got != 40 {
+		t.Errorf("not known: %d blocks of the drive count", got)
 	}
 }

@@ -235,3 +235,39 @@ func TestIdleWithItsDriveClosed(t *testing.T) {
 		t.Errorf("%d of 4 blocks are found: %+v", r.Blocks, s.l.Stats())
 	}
 }
+
+// What is only hinted at takes a quarter of the pool at most, its first blocks first; what is asked for takes what it needs.
+func TestPrefetchLeavesRoom(t *testing.T) {
+	s := newShelf(t, 4, 16)
+	chain := tierstest.Chain(1, 40)
+	s.store(chain)
+	if copied, _, _ := s.demote(tiers.Selection{}, 1<<30); copied != 40 {
+		t.Fatalf("%d copied", copied)
+	}
+	s.l.Release(s.now, tiers.Selection{}, 0)
+	if in := s.l.Stats().InTier; in[policy.DRAM] != 0 || in[policy.NVMe] != 40 {
+		t.Fatalf("%v", in)
+	}
+	slots := 4 * tierstest.NewSlots(1, 1<<20).SlotsPerSlab(64<<10)
+	hashes := tierstest.Pack(chain)
+	hint := s.l.BeginPrefetch(s.now, s.ref, 0, hashes)
+	if n := len(hint.List); n != slots/4 || hint.List[0].Fill.Block.Hash != chain[0].Hash || hint.At[n-1] != n-1 {
+		t.Fatalf("%d of %d slots", len(hint.List), slots)
+	}
+	if again := s.l.BeginPrefetch(s.now, s.ref, 0, hashes); len(again.List) != 0 {
+		t.Fatalf("%d more while those move", len(again.List))
+	}
+	asked := s.l.BeginPromote(s.now, s.ref, 0, hashes)
+	if len(asked.List)+len(asked.Elsewhere) != 40 || len(asked.Elsewhere) != len(hint.List) {
+		t.Fatalf("asked for: %d begin, %d are on their way", len(asked.List), len(asked.Elsewhere))
+	}
+	for _, m := range append(hint.List, asked.List...) {
+		s.l.EndMove(s.now, &m, true)
+	}
+	if in := s.l.Stats().InTier; in[policy.DRAM] != 40 {
+		t.Fatalf("%v", in)
+	}
+	if err := s.l.Check(); err != nil {
+		t.Fatal(err)
+	}
+}

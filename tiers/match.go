@@ -94,7 +94,7 @@ search:
 		res.First = res.Blocks
 	}
 	if h := l.holds.byID[l.holds.byKey[holdKey{owner, key}]]; key == "" || h == nil || res.Blocks == 0 || h.block != found[res.Blocks-1] { // else a request only asks again
-		l.policy.Hit(stamp, l, found, n)
+		l.policy.Hit(stamp, l, found, hashes[res.Blocks*kvferry.HashSize:])
 	}
 	if res.Blocks == 0 || key == "" {
 		if id, ok := l.holds.byKey[holdKey{owner, key}]; ok {

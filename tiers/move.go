@@ -38,11 +38,28 @@ type Moves struct {
 func (l *Ledger) BeginPromote(now time.Time, space SpaceRef, shard uint16, hashes []byte) Moves {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	return l.beginPromoteLocked(now, space, shard, hashes, len(hashes)/kvferry.HashSize)
+}
+
+// BeginPrefetch is BeginPromote for blocks that nobody waits for yet: of a long prompt the first ones come, and with what else is being moved no more than may be.
+func (l *Ledger) BeginPrefetch(now time.Time, space SpaceRef, shard uint16, hashes []byte) Moves {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	c := l.poolClassLocked(now.UnixNano(), l.spaces[space].slotBytes)
+	slots := c.slots + c.store.freeSlabs*c.store.slots.SlotsPerSlab(c.slotBytes)
+	return l.beginPromoteLocked(now, space, shard, hashes, slots/movingShare-l.moving)
+}
+
+// beginPromoteLocked begins at most limit moves.
+func (l *Ledger) beginPromoteLocked(now time.Time, space SpaceRef, shard uint16, hashes []byte, limit int) Moves {
 	var out Moves
 	e := &l.spaces[space]
 	c := l.poolClassLocked(now.UnixNano(), e.slotBytes)
 	var ids []recordID
 	for i := range len(hashes) / kvferry.HashSize { // all are pinned before any room is made: none of them may be what leaves
+		if len(ids) >= limit {
+			break
+		}
 		id := l.index.find(space, (*kvferry.Hash)(hashes[i*kvferry.HashSize:]))
 		if id == 0 {
 			continue

@@ -86,11 +86,11 @@ func (s *Session) Prefetch(space kvferry.SpaceID, hashes []byte) {
 		return
 	}
 	if s.hello.Role == Worker {
-		s.m.cfg.Tiering.Prefetch(ref, s.shard(), hashes)
+		s.m.cfg.Tiering.Hint(ref, s.shard(), hashes)
 		return
 	}
 	_, shape, ok := s.m.cfg.Ledger.FindSpace(space)
 	for shard := uint16(0); ok && shard < shape.Shards; shard++ {
-		s.m.cfg.Tiering.Prefetch(ref, shard, hashes)
+		s.m.cfg.Tiering.Hint(ref, shard, hashes)
 	}
 }

@@ -138,6 +138,11 @@ func (t *Tiering) Prefetch(space tiers.SpaceRef, shard uint16, hashes []byte) {
 	t.start(moves, kvferry.ClassPrefetch, time.Now().Add(prefetchDeadline), func(at []int, _ []bool) { t.up.Add(-int64(uint64(len(at)) * shardBytes)) })
 }
 
+// Hint is Prefetch for what somebody says that he will ask for: of that no more comes than leaves the pool room for what is asked for now.
+func (t *Tiering) Hint(space tiers.SpaceRef, shard uint16, hashes []byte) {
+	t.start(t.cfg.Ledger.BeginPrefetch(time.Now(), space, shard, hashes), kvferry.ClassPrefetch, time.Now().Add(prefetchDeadline), nil)
+}
+
 // prefetchDeadline bounds how long a prefetch may wait for the drive.
 const prefetchDeadline = 30 * time.Second
 

@@ -238,14 +238,14 @@ def test_what_is_not_brought_up(side, why):
 
 
 def test_the_first_ones_are_brought_up_and_others_when_these_have_a_place(side):
-    requests = [waiting(side, name) for name in "abcdefg"]
-    assert len(prefetched(side)) == COMING_MAX == 4
+    requests = [waiting(side, name) for name in "abcde"]
+    assert len(prefetched(side)) == COMING_MAX == 2
     side.matched(requests[0])
     side.scheduler.allocated(requests[0], [5, 6, 7, 8], 12)
-    side.scheduler.finished(requests[4], [], False)  # which was not brought up
-    assert prefetched(side)[4:] == [b"".join(requests[5].block_hashes[:3])]
+    side.scheduler.finished(requests[2], [], False)  # which was not brought up
+    assert prefetched(side)[2:] == [b"".join(requests[3].block_hashes[:3])]
     side.scheduler.finished(requests[1], [], False)
-    assert prefetched(side)[5:] == [b"".join(requests[6].block_hashes[:3])]
+    assert prefetched(side)[3:] == [b"".join(requests[4].block_hashes[:3])]
 
 
 def test_what_is_on_a_drive_is_counted(fake, side):

@@ -1,5 +1,5 @@
-// Package nvme keeps slots on a drive: a preallocated file with a superblock, slabs of equally long slots, and beside the slots of a slab the table of
-// their headers. WIRE.md ("Drive file") gives the bytes. It is the only code that touches disks.
+// Package nvme keeps slots on a drive: a preallocated file with a superblock, slabs of equally long slots, beside the slots of a slab the table of their
+// headers, and a log through which headers come there. WIRE.md ("Drive file") gives the bytes. It is the only code that touches disks.
 //
 // A Drive owns its file, the lock on it, and what is written when. The ledger (package tiers) decides which slot holds what: under its mutex it calls
 // the methods of geometry (FormatSlab, FreeSlab, Fill, Clear), which change memory alone and note what has to be changed on the drive. Movers call Write, Read
@@ -18,5 +18,8 @@
 // clean). So every batch that has written since then fails, also one whose own sync succeeds; its headers are noted as to be killed, and that, with all other
 // noted changes, must succeed before anything else is written. Flush is the probe: when it succeeds, the drive's state is known again.
 //
-// Memory: two bits a slot. No copy of the headers is kept; adopting a file reads their tables.
+// Headers and tombstones are written to the log (log.go), which is what makes them durable; in their tables they come later, many at a time.
+//
+// Memory: two bits a slot, and a few MiB of headers on their way from the log to their tables. Adopting a file brings in place what the log says, and reads
+// the tables.
 package nvme

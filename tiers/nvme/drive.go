@@ -79,7 +79,7 @@ func (d *Drive) SlabInUse(i int) (slotBytes uint64, slots int) {
 	return d.slabs[i].slotBytes, int(d.slabs[i].slots)
 }
 
-// HeaderOffset is where in the file the header of a slot lies.
+// HeaderOffset is where in the file the header of a slot lies; a new one comes there by way of the log.
 func (d *Drive) HeaderOffset(slab, slot int) uint64 {
 	d.mu.Lock()
 	defer d.mu.Unlock()

@@ -34,7 +34,7 @@ func BenchmarkHit(b *testing.B) {
 				for i := range found {
 					found[i] = ID(at + i)
 				}
-				p.Hit(1, tab, found, 8192)
+				p.Hit(1, tab, found, nil)
 			}
 		})
 	}

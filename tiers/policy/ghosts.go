@@ -37,16 +37,25 @@ func (g *ghosts) row(hash uint64) []ghost {
 	return g.table[i : i+ghostWays]
 }
 
-// take finds a block that has left, and forgets it: it is here again.
-func (g *ghosts) take(hash uint64) (ghost, bool) {
+// find is a block that has left; nil: it is not known.
+func (g *ghosts) find(hash uint64) *ghost {
 	row := g.row(hash)
 	for i := range row {
 		if row[i].live && row[i].tag == uint32(hash>>32) {
-			row[i].live = false
-			return row[i], true
+			return &row[i]
 		}
 	}
-	return ghost{}, false
+	return nil
+}
+
+// take finds a block that has left, and forgets it: it is here again.
+func (g *ghosts) take(hash uint64) (ghost, bool) {
+	e := g.find(hash)
+	if e == nil {
+		return ghost{}, false
+	}
+	e.live = false
+	return *e, true
 }
 
 // put adds one, and answers the one that it takes the place of.

@@ -3,6 +3,7 @@ package policy
 import (
 	"bufio"
 	"compress/gzip"
+	"encoding/binary"
 	"encoding/json"
 	"flag"
 	"os"
@@ -75,7 +76,7 @@ func (n *node) run(r request) {
 	}
 	n.asked += len(r.chain)
 	n.hits += len(found)
-	n.p.Hit(r.at, n, found, len(r.chain))
+	n.p.Hit(r.at, n, found, pack(r.chain[len(found):]))
 	last := ID(0)
 	if len(found) > 0 {
 		last = found[len(found)-1]
@@ -196,6 +197,14 @@ func readTrace(t testing.TB, path string) []request {
 			r.chain = append(r.chain, h)
 		}
 		out = append(out, r)
+	}
+	return out
+}
+
+func pack(hashes []uint64) []byte {
+	out := make([]byte, len(hashes)*hashBytes)
+	for i, h := range hashes {
+		binary.LittleEndian.PutUint64(out[i*hashBytes:], h)
 	}
 	return out
 }

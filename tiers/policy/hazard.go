@@ -9,7 +9,7 @@ const (
 	fall = 0.95
 	// What holds against what was seen, in blocks: of all classes for each age, of a turn or a length, of a class for each age.
 	weightAge   = 24
-	weightLevel = 24
+	weightLevel = 120
 	weightClass = 200
 	fitRounds   = 4
 )

@@ -12,7 +12,7 @@ type LRU struct{}
 func (LRU) Name() string { return "lru" }
 
 // Hit is Policy: the ledger keeps the stamps.
-func (LRU) Hit(int64, Table, []ID, int) {}
+func (LRU) Hit(int64, Table, []ID, []byte) {}
 
 // New is Policy.
 func (LRU) New(_ int64, m, _ *Meta, a Arrival) { m.Uses = withRetention(m.Uses, a.Retention) }

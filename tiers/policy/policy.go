@@ -4,7 +4,10 @@
 // must not block, and take their time from the caller. What a policy must remember of each block it keeps in the block's Meta.
 package policy
 
-import "fmt"
+import (
+	"encoding/binary"
+	"fmt"
+)
 
 // ID names a block in the ledger's table. It is used again after Gone.
 type ID = uint32
@@ -31,7 +34,7 @@ func NewMeta() Meta { return Meta{Pos: [NumTiers]int32{-1, -1}} }
 // Retention is how long a request wants its blocks kept.
 type Retention uint8
 
-// The retention classes. A block that several requests have stored keeps the longest.
+// The retention classes. Of several requests that store a block, the first decides.
 const (
 	Normal Retention = iota
 	None             // gone as soon as room is wanted
@@ -54,6 +57,12 @@ func (r Retention) String() string {
 	return fmt.Sprintf("retention(%d)", uint8(r))
 }
 
+// hashBytes is the length of a hash in a packed list. Of each, policies use the first 64 bits, as in Arrival.
+const hashBytes = 32
+
+// hashAt is the first 64 bits of a hash of a packed list.
+func hashAt(packed []byte, i int) uint64 { return binary.LittleEndian.Uint64(packed[i*hashBytes:]) }
+
 // Arrival is what is known of a block when it comes to the node.
 type Arrival struct {
 	Hash      uint64 // the low 64 bits: finds a block again that has left
@@ -71,8 +80,8 @@ type Table interface {
 // Policy is told of every look-up and of blocks that come and go.
 type Policy interface {
 	Name() string
-	// Hit tells of a look-up: the blocks that were found, from the chain's first on, of asked.
-	Hit(now int64, t Table, found []ID, asked int)
+	// Hit tells of a look-up: the blocks that were found, from the chain's first on, and the packed hashes of the others. It keeps neither.
+	Hit(now int64, t Table, found []ID, missed []byte)
 	// New tells of a block that was not on the node in any tier. parent is nil where there is none or it is not known.
 	New(now int64, m, parent *Meta, a Arrival)
 	// Gone tells that the last copy of a block has left the node.
@@ -88,6 +97,6 @@ type Set interface {
 	Add(id ID) // it is not in any Set of this tier
 	Remove(id ID)
 	Len() int
-	// Next is the block that is to leave next; it stays in the Set.
+	// Next is the block that is to leave next; it stays in the Set, and stays the next one until something comes, goes or is used.
 	Next(now int64) (ID, bool)
 }

@@ -54,7 +54,7 @@ func newTable(n int) *table {
 // Sets against plain maps: what was added and not removed is there, Next is of these, Pos is -1 outside; incomplete ones leave first.
 func TestSets(t *testing.T) {
 	for _, name := range names {
-		for seed := range uint64(20) {
+		for seed := range uint64(8) {
 			rng := rand.New(rand.NewPCG(seed, 5))
 			const n = 300
 			tab := newTable(n)
@@ -77,11 +77,14 @@ func TestSets(t *testing.T) {
 					delete(m, id)
 				case k == 5 && tab.stamps[id] > 0:
 					tab.stamps[id] += 1e9
-					p.Hit(int64(step), tab, []ID{id}, 2)
+					p.Hit(int64(step), tab, []ID{id}, pack([]uint64{rng.Uint64()}))
 				case k == 6:
 					got, ok := s.Next(int64(step))
 					if ok != (len(m) > 0) || ok && !m[got] {
 						t.Fatalf("%s: Next is %d, %v of %d", name, got, ok, len(m))
+					}
+					if again, _ := s.Next(int64(step)); again != got { // a ledger asks whether it is worth it, and then has it leave
+						t.Fatalf("%s: Next is %d and then %d", name, got, again)
 					}
 					incomplete := false
 					for id := range m {
@@ -178,7 +181,7 @@ func TestLongLeaves(t *testing.T) {
 
 // The same calls give the same answers.
 func TestDeterministic(t *testing.T) {
-	r := phases(3, 3000)
+	r := phases(3, 1500)
 	for _, name := range names {
 		a, b := newNode(make1(t, name, 2000), 2000), newNode(make1(t, name, 2000), 2000)
 		for i := range r {
@@ -205,7 +208,7 @@ func TestBounded(t *testing.T) {
 		}
 		p.New(0, &tab.metas[id], &tab.metas[rng.IntN(4000)], Arrival{Hash: rng.Uint64(), Partial: rng.IntN(9) == 0})
 		if rng.IntN(3) == 0 {
-			p.Hit(0, tab, []ID{id}, 1+rng.IntN(40))
+			p.Hit(0, tab, []ID{id}, pack(make([]uint64, rng.IntN(40))))
 		}
 	}
 	if len(p.ghosts.table) != ghostsMin {
@@ -243,7 +246,7 @@ func TestAgainstLRU(t *testing.T) {
 		for seed := range uint64(2) {
 			r := s.make(seed, 5000)
 			u := unique(r)
-			for _, percent := range []int{2, 5, 10, 20} {
+			for _, percent := range []int{2, 5, 20} {
 				c := u * percent / 100
 				lru, ours := hitRatio(LRU{}, c, r), hitRatio(NewReuse(c), c, r)
 				if ours < 0.99*lru {
@@ -300,7 +303,7 @@ func TestConversation(t *testing.T) {
 	}
 	r := readTrace(t, strings.Split(*traceFile, ",")[0])
 	u := unique(r)
-	for percent, least := range map[int]float64{2: 1.08, 5: 1.08, 10: 1.04, 20: 0.99} {
+	for percent, least := range map[int]float64{2: 1.5, 5: 1.08, 10: 1.05, 20: 0.99} {
 		c := u * percent / 100
 		lru, ours := hitRatio(LRU{}, c, r), hitRatio(NewReuse(c), c, r)
 		if t.Logf("%d %%: %.4f, LRU %.4f: x%.3f", percent, ours, lru, ours/lru); ours < least*lru {

@@ -9,11 +9,12 @@ import "math"
 // Its clock counts blocks that were used or came, so that it does not run while the node is idle. A block's class says which turn of its conversation it was used in, how long that request was,
 // and how much of it was new. It takes no time and no randomness from outside: the same calls give the same answers.
 type Reuse struct {
-	lives  lives
-	guard  guard
-	ghosts ghosts
-	mean   float64 // blocks of a request
-	rng    uint64
+	lives    lives
+	guard    guard
+	ghosts   ghosts
+	mean     float64 // blocks of a request
+	expected expected
+	rng      uint64
 }
 
 // NewReuse makes one for a node of so many blocks.
@@ -56,23 +57,52 @@ func (r *Reuse) lengthLevel(n int) int {
 }
 
 // Hit is Policy.
-func (r *Reuse) Hit(_ int64, t Table, found []ID, asked int) {
+func (r *Reuse) Hit(_ int64, t Table, found []ID, missed []byte) {
+	asked := len(found) + len(missed)/hashBytes
 	r.mean += (float64(asked) - r.mean) / 256
 	r.guard.look(&r.lives)
 	r.lives.advance(len(found), r.guard.resident)
-	if len(found) == 0 {
-		return
-	}
-	turn := 0
-	if m := t.Meta(found[len(found)-1]); kindOf(m.Class) != kindShared { // else many conversations begin like that
-		turn = min(cameOf(m.Uses)+1, levels-1)
-	}
+	turn, left := r.turn(t, found, missed)
 	kind := kindGrown
-	if turn > 0 && (asked-len(found))*4 > asked {
+	if turn > 0 && (asked-len(found)-left)*4 > asked {
 		kind = kindLarge
 	}
 	class := classOf(kind, turn, r.lengthLevel(asked))
-	now := r.lives.touches
+	if len(missed) > 0 {
+		r.expected.put(hashAt(missed, 0), class)
+	}
+	if len(found) > 0 {
+		r.found(t, found, class)
+	}
+}
+
+// aheadMax bounds the blocks that have left that are looked up to find where a prompt's conversation ended.
+const aheadMax = 1024
+
+// turn finds the turn of a request: one more than that in which the last of its blocks that is known came, here or as one that has left. Where that block begins many conversations, this is a new one.
+// left is how many of the blocks that were missed are known.
+func (r *Reuse) turn(t Table, found []ID, missed []byte) (turn, left int) {
+	class, uses, known := uint8(0), uint8(0), false
+	for n := min(len(missed)/hashBytes, aheadMax); left < n; left++ {
+		g := r.ghosts.find(hashAt(missed, left))
+		if g == nil || kindOf(g.class) == kindTail {
+			break
+		}
+		class, uses, known = g.class, g.uses, true
+	}
+	if n := len(found); n > 0 && left == 0 {
+		m := t.Meta(found[n-1])
+		class, uses, known = m.Class, m.Uses, true
+	}
+	if known && kindOf(class) != kindShared {
+		turn = min(cameOf(uses)+1, levels-1)
+	}
+	return turn, left
+}
+
+// found gives blocks that were found the class of the request, but for those that many requests share.
+func (r *Reuse) found(t Table, found []ID, class uint8) {
+	now, turn := r.lives.touches, turnOf(class)
 	run, same := life{}, 0 // neighbours mostly have the same life: they are accounted at once
 	own, shared := 0, [levels]int{}
 	chance := r.random()
@@ -125,11 +155,13 @@ func (r *Reuse) New(_ int64, m, parent *Meta, a Arrival) {
 	turn, length, kind := 0, 0, kindGrown
 	if parent != nil {
 		m.Depth = uint16(min(int(parent.Depth)+1, math.MaxUint16))
-		if kindOf(parent.Class) != kindShared {
-			turn, length = turnOf(parent.Class), lengthOf(parent.Class)
-			if kindOf(parent.Class) == kindLarge {
-				kind = kindLarge
-			}
+	}
+	if class, ok := r.expected.find(a.Hash); ok { // the first that its request missed
+		turn, length, kind = turnOf(class), lengthOf(class), kindOf(class)
+	} else if parent != nil && kindOf(parent.Class) != kindShared {
+		turn, length = turnOf(parent.Class), lengthOf(parent.Class)
+		if kindOf(parent.Class) == kindLarge {
+			kind = kindLarge
 		}
 	}
 	length = max(length, r.lengthLevel(int(m.Depth)+1))
@@ -139,7 +171,6 @@ func (r *Reuse) New(_ int64, m, parent *Meta, a Arrival) {
 		r.guard.missed(g.since)
 		if k := kindOf(g.class); k != kindTail && k != kindShared {
 			came = cameOf(g.uses)
-			turn = min(max(turn, came+1), levels-1)
 		}
 	}
 	if a.Partial {

@@ -37,7 +37,7 @@ const usesMax = 3
 func (p *S3FIFO) Name() string { return "s3fifo" }
 
 // Hit is Policy.
-func (p *S3FIFO) Hit(_ int64, t Table, found []ID, _ int) {
+func (p *S3FIFO) Hit(_ int64, t Table, found []ID, _ []byte) {
 	for _, id := range found {
 		m := t.Meta(id)
 		if m.Uses&usesMax < usesMax {

@@ -25,6 +25,9 @@ const (
 	timestampMax = 1 << 53 // ms; up to there JSON's numbers are exact
 )
 
+// jitter is how much earlier than the one before it a request may be: several threads wrote the trace. It counts as of the same time.
+const jitter = time.Second
+
 // Trace is requests in the order of their time, and the blocks that they ask for.
 type Trace struct {
 	Requests    []Request
@@ -80,7 +83,7 @@ func (e *LineError) Error() string { return fmt.Sprintf("line %d: %v", e.Line, e
 
 func (e *LineError) Unwrap() error { return e.Err }
 
-// Read reads a trace, gzipped or not: one JSON object a line, with timestamp (ms, never less than in the line before), input_length, output_length (tokens; may be missing) and hash_ids (one for each block
+// Read reads a trace, gzipped or not: one JSON object a line, with timestamp (ms, not more than a second less than in a line before), input_length, output_length (tokens; may be missing) and hash_ids (one for each block
 // of the input). Other fields and empty lines are skipped. blockTokens is the length of a block; 0: the one that all lines agree with.
 func Read(r io.Reader, blockTokens int64) (*Trace, error) {
 	b := bufio.NewReaderSize(r, 1<<16)
@@ -160,7 +163,10 @@ func (p *parser) line(text []byte) error {
 		return fmt.Errorf("timestamp: %s: must be milliseconds", l.Timestamp)
 	}
 	if n := len(p.trace.Requests); n > 0 && r.At < p.trace.Requests[n-1].At {
-		return fmt.Errorf("timestamp: %s is less than in the request before: sort the trace by time", l.Timestamp)
+		if r.At < p.trace.Requests[n-1].At-jitter {
+			return fmt.Errorf("timestamp: %s is less than in a request before: sort the trace by time", l.Timestamp)
+		}
+		r.At = p.trace.Requests[n-1].At
 	}
 	input, err := whole("input_length", l.InputLength)
 	if err != nil {

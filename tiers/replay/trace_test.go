@@ -19,24 +19,24 @@ func TestReadErrors(t *testing.T) {
 		`[1]`:                    "line 1: must be a JSON object",
 		good + "\n{":             "line 2: not JSON",
 		good + "\n" + good + "x": "line 2: not JSON",
-		good + "\n\n" + `{"input_length": 17, "hash_ids": [1, 2]}`:                      "line 3: timestamp: missing",
-		`{"timestamp": null, "input_length": 17, "hash_ids": [1, 2]}`:                   "line 1: timestamp: null: must be a number",
-		`{"timestamp": -1, "input_length": 17, "hash_ids": [1, 2]}`:                     "line 1: timestamp: -1: must be a number, not negative",
-		`{"timestamp": 1e300, "input_length": 17, "hash_ids": [1, 2]}`:                  "line 1: timestamp: 1e300",
-		`{"timestamp": "now", "input_length": 17, "hash_ids": [1, 2]}`:                  "line 1: timestamp: \"now\"",
-		good + "\n" + `{"timestamp": 4, "input_length": 17, "hash_ids": [1, 2]}`:        "line 2: timestamp: 4 is less than in the request before: sort the trace by time",
-		`{"timestamp": 1, "hash_ids": [1, 2]}`:                                          "line 1: input_length: missing",
-		`{"timestamp": 1, "input_length": 1.5, "hash_ids": [1, 2]}`:                     "line 1: input_length: 1.5: must be a whole number",
-		`{"timestamp": 1, "input_length": 17, "output_length": -3, "hash_ids": [1, 2]}`: "line 1: output_length: -3",
-		`{"timestamp": 1, "input_length": 17}`:                                          "line 1: hash_ids: missing",
-		`{"timestamp": 1, "input_length": 17, "hash_ids": null}`:                        "line 1: hash_ids: null",
-		`{"timestamp": 1, "input_length": 17, "hash_ids": 7}`:                           "line 1: hash_ids: 7: must be a list",
-		`{"timestamp": 1, "input_length": 17, "hash_ids": [1, "a"]}`:                    "line 1: hash_ids[1]: \"a\"",
-		`{"timestamp": 1, "input_length": 17, "hash_ids": [1.5]}`:                       "line 1: hash_ids[0]: 1.5",
-		`{"timestamp": 1, "input_length": 17, "hash_ids": [18446744073709551616]}`:      "line 1: hash_ids[0]: 18446744073709551616",
-		`{"timestamp": 1, "input_length": 17, "hash_ids": []}`:                          "line 1: hash_ids: empty",
-		`{"timestamp": 1, "input_length": 1, "hash_ids": [1, 2]}`:                       "line 1: hash_ids: 2 of them for input_length 1",
-		good + "\n" + `{"timestamp": 9, "input_length": 900, "hash_ids": [1, 2]}`:       "line 2: hash_ids: 2 of them for input_length 900 do not agree with blocks of 9 to 16 tokens",
+		good + "\n\n" + `{"input_length": 17, "hash_ids": [1, 2]}`:                                                                  "line 3: timestamp: missing",
+		`{"timestamp": null, "input_length": 17, "hash_ids": [1, 2]}`:                                                               "line 1: timestamp: null: must be a number",
+		`{"timestamp": -1, "input_length": 17, "hash_ids": [1, 2]}`:                                                                 "line 1: timestamp: -1: must be a number, not negative",
+		`{"timestamp": 1e300, "input_length": 17, "hash_ids": [1, 2]}`:                                                              "line 1: timestamp: 1e300",
+		`{"timestamp": "now", "input_length": 17, "hash_ids": [1, 2]}`:                                                              "line 1: timestamp: \"now\"",
+		`{"timestamp": 1005, "input_length": 17, "hash_ids": [1]}` + "\n" + `{"timestamp": 4, "input_length": 17, "hash_ids": [1]}`: "line 2: timestamp: 4 is less than in a request before: sort the trace by time",
+		`{"timestamp": 1, "hash_ids": [1, 2]}`:                                                                                      "line 1: input_length: missing",
+		`{"timestamp": 1, "input_length": 1.5, "hash_ids": [1, 2]}`:                                                                 "line 1: input_length: 1.5: must be a whole number",
+		`{"timestamp": 1, "input_length": 17, "output_length": -3, "hash_ids": [1, 2]}`:                                             "line 1: output_length: -3",
+		`{"timestamp": 1, "input_length": 17}`:                                                                                      "line 1: hash_ids: missing",
+		`{"timestamp": 1, "input_length": 17, "hash_ids": null}`:                                                                    "line 1: hash_ids: null",
+		`{"timestamp": 1, "input_length": 17, "hash_ids": 7}`:                                                                       "line 1: hash_ids: 7: must be a list",
+		`{"timestamp": 1, "input_length": 17, "hash_ids": [1, "a"]}`:                                                                "line 1: hash_ids[1]: \"a\"",
+		`{"timestamp": 1, "input_length": 17, "hash_ids": [1.5]}`:                                                                   "line 1: hash_ids[0]: 1.5",
+		`{"timestamp": 1, "input_length": 17, "hash_ids": [18446744073709551616]}`:                                                  "line 1: hash_ids[0]: 18446744073709551616",
+		`{"timestamp": 1, "input_length": 17, "hash_ids": []}`:                                                                      "line 1: hash_ids: empty",
+		`{"timestamp": 1, "input_length": 1, "hash_ids": [1, 2]}`:                                                                   "line 1: hash_ids: 2 of them for input_length 1",
+		good + "\n" + `{"timestamp": 9, "input_length": 900, "hash_ids": [1, 2]}`:                                                   "line 2: hash_ids: 2 of them for input_length 900 do not agree with blocks of 9 to 16 tokens",
 		"\x1f\x8bnot gzip": "gzip",
 	} {
 		_, err := Read(strings.NewReader(text), 0)
@@ -68,6 +68,14 @@ func TestReadBlockTokens(t *testing.T) {
 	}
 	if tr, err = Read(strings.NewReader(`{"timestamp": 0, "input_length": 9, "hash_ids": []}`), 16); err != nil || tr.Asked != 0 {
 		t.Errorf("less than a block: %+v, %v", tr, err)
+	}
+}
+
+// Several threads may have written a trace.
+func TestReadJitter(t *testing.T) {
+	tr, err := Read(strings.NewReader(good+"\n"+`{"timestamp": 4, "input_length": 17, "hash_ids": [1, 2]}`), 0)
+	if err != nil || tr.Requests[1].At != tr.Requests[0].At {
+		t.Errorf("%+v, %v", tr, err)
 	}
 }
 

@@ -34,8 +34,8 @@ from kvferry.vllm.reads import Reads
 
 STORE_BLOCKS_MAX = 64
 RELEASES_MAX = 4096
-# Requests whose prompts are brought up ahead: more would push each other out of the pool again.
-COMING_MAX = 4
+# Requests whose prompts are brought up ahead: the daemon lets each have a quarter of the pool, and the rest of it is for what is asked for now.
+COMING_MAX = 2
 _NO_PARENT = bytes(wire.HASH_BYTES)
 
 
