@@ -290,7 +290,9 @@ func (l *Ledger) emptySlabLocked(i int) {
 	l.counts.Reclaimed++
 	for k := range l.slabs[i].slots {
 		if l.slabs[i].slots[k].state == SlotResident {
+			id := l.slabs[i].slots[k].block
 			l.evictSlotLocked(makeSlotRef(i, k), Reclaimed)
+			l.lacksShardLocked(id)
 			l.counts.Evicted++
 		}
 	}
@@ -454,5 +456,13 @@ func (l *Ledger) removeBlockLocked(id recordID, tier int, why Reason) {
 	}
 	for _, s := range slots {
 		l.evictSlotLocked(s, why)
+	}
+	l.lacksShardLocked(id)
+}
+
+// lacksShardLocked has a block leave in time of which something was removed, if it lacks a shard by that.
+func (l *Ledger) lacksShardLocked(id recordID) {
+	if r := l.recs.at(id); r.resident > 0 && !l.isComplete(r) { // one that is gone has none
+		l.partial = append(l.partial, partialBlock{r.space, r.hash, time.Unix(0, l.now).Add(l.limits.IncompleteKept)})
 	}
 }
