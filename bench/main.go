@@ -53,7 +53,7 @@ func run(args []string) error {
 	f.IntVar(&b.rounds, "rounds", 9, "rounds of every throughput figure")
 	f.StringVar(&b.only, "only", "", "only figures whose name contains this")
 	f.StringVar(&b.want, "network", "auto", "between the nodes: netns (two network namespaces), loopback, or auto: netns where possible")
-	f.StringVar(&b.driveDir, "drive-dir", "bench/out", "a directory on the drive that nvme_* measures; 2 GB")
+	f.StringVar(&b.driveDir, "drive-dir", "bench/out", "a directory on the drive that nvme_* measures; it takes 1 GB")
 	out := f.String("out", "bench/out/latest.json", "where the figures are written")
 	if err := f.Parse(args); err != nil {
 		return err

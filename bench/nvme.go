@@ -22,7 +22,7 @@ import (
 )
 
 const (
-	driveWindow  = 512 << 20 // bytes that one round writes, and reads
+	driveWindow  = 384 << 20 // bytes that one round writes, and reads
 	driveDepth   = 32        // I/Os in flight, ours and fio's
 	driveMovers  = 2         // that share it
 	driveBatch   = 32 << 20  // bytes of one Write or Read

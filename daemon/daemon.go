@@ -67,6 +67,7 @@ type Daemon struct {
 	drives     []*nvme.Drive
 	driveNames []string
 	absent     []absentDrive
+	opening    map[string]chan opened // by path: what is being opened
 	adopted    int
 	ledger     *tiers.Ledger
 	counters   counters.Set

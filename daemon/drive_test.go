@@ -216,8 +216,8 @@ func demoTrace(t *testing.T) *replay.Trace {
 // The hit ratio that kvferry simulate foretells is the one that a daemon has, with a working set of ten times the pool on a real file. The requests are the beginning of a real trace.
 func TestHitsAsSimulated(t *testing.T) {
 	trace := demoTrace(t)
-	if testing.Short() {
-		trace.Requests = trace.Requests[:400]
+	if testing.Short() || slower > 1 {
+		trace.Requests = trace.Requests[:300]
 	}
 	const shard = 4 << 10
 	n := newNode(t, withDrives(t, 1, 22<<20), func(c *Config) {
@@ -268,6 +268,76 @@ func TestHitsAsSimulated(t *testing.T) {
 	t.Logf("hit ratio %.4f, simulated %.4f; %d blocks asked, %d stored, %d written to the drive; %d stores refused", got, want.HitRatio(), asked, n.ledger.Stats().Counts.Stored, n.ledger.Stats().Counts.Demoted, refused)
 	if math.Abs(got-want.HitRatio()) > 0.02 || refused > 0 {
 		t.Errorf("hit ratio %.4f, simulated %.4f; %d stores refused", got, want.HitRatio(), refused)
+	}
+}
+
+// An Accept of what is partly here answers for the pool at once, and pins it, before it waits for a drive; what a drive has lost comes from where the ticket points.
+func TestAcceptBesideADrive(t *testing.T) {
+	a, b := newNode(t), newNode(t, withDrives(t, 1, 64<<20), func(c *Config) { c.DRAM.OnIdle = "move" })
+	small := func(instance string) func(*standin.Config) { // as a raw session has them
+		return func(c *standin.Config) {
+			m, err := standin.NewMemory(standin.Shape{Blocks: 32, Planes: 4, PlaneBytes: rawPlane})
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { _ = m.Close() })
+			c.Instance, c.Memory = instance, m
+		}
+	}
+	memory := func(n *node, instance string) (s *standin.Session, m *standin.Memory) {
+		s, _ = n.attach(worker, small(instance), func(c *standin.Config) { m = c.Memory })
+		return s, m
+	}
+	s, m := memory(a, "engine")
+	sched, _ := a.attach(scheduler)
+	hashes, parents := prompt(24, 3)
+	ticket, err := sched.Offer(standin.OfferRequest{RequestID: "r", Hashes: hashes, Tokens: 24 * 16, LifetimeMs: 60_000})
+	if err != nil {
+		t.Fatal(err)
+	}
+	store(t, s, m, 0, hashes, parents)
+	d, dm := memory(b, "other")
+	store(t, d, dm, 0, hashes[:8], parents[:8])
+	b.onDrives(8)
+	eventually(t, "blocks have left DRAM", func() bool {
+		b.tiering.Tick(time.Now().Add(time.Hour))
+		return b.ledger.Stats().InTier[policy.DRAM] == 0
+	})
+	store(t, d, dm, 8, hashes[8:16], parents[8:16])
+	f, err := os.OpenFile(b.cfg.NVMe.Drives[0].Path, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = f.Close() }()
+	if _, err := f.WriteAt([]byte("broken"), int64(b.drives[0].SlotOffset(0, 3))); err != nil {
+		t.Fatal(err)
+	}
+	h := helloOf(worker)
+	h.Space = testSpace()
+	raw := b.rawSession(h)
+	raw.word(0, 1)
+	raw.send(&pb.SessionRequest{Message: &pb.SessionRequest_Accept{Accept: &pb.Accept{
+		Load: &pb.Load{Operation: 1, SpaceId: raw.welcome.SpaceId, Hashes: packed(hashes)}, Ticket: ticket,
+	}}})
+	ready, first := 0, true
+	for last := false; !last; {
+		m := raw.receive()
+		r := m.GetLoadResult()
+		if r == nil {
+			t.Fatal(m)
+		}
+		if first && r.GetFirst() != 8 {
+			t.Errorf("the first answer is for block %d: what is in the pool waits for the drive", r.GetFirst())
+		}
+		for _, st := range r.GetStatus() {
+			if pb.BlockStatus(st) == pb.BlockStatus_BLOCK_STATUS_READY {
+				ready++
+			}
+		}
+		first, last = false, r.GetLast()
+	}
+	if ready != 24 {
+		t.Errorf("%d of 24 blocks came", ready)
 	}
 }
 

@@ -1,6 +1,7 @@
 package daemon
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -55,12 +56,57 @@ func (d *Daemon) openTiers(inPool []pool.Resident) error {
 	return nil
 }
 
+// driveOpenTimeout is how long the daemon waits for a drive to be opened and scanned: some hundred million slots, or one that hangs.
+const driveOpenTimeout = 30 * time.Second
+
+// opened is what has become of opening a drive.
+type opened struct {
+	drive *nvme.Drive
+	found []pool.Resident
+	err   error
+}
+
+// awaitDrive opens a drive, and gives up waiting when it takes too long: a drive that hangs stops nobody. It is opened by one goroutine at a time, whose result the next call takes.
+func (d *Daemon) awaitDrive(c DriveConfig) opened {
+	d.drivesMu.Lock()
+	result := d.opening[c.Path]
+	if result == nil {
+		result = make(chan opened, 1)
+		if d.opening == nil {
+			d.opening = map[string]chan opened{}
+		}
+		d.opening[c.Path] = result
+		go func() { // not waited for: only the device can end it
+			drive, found, err := nvme.Open(d.cfg.drive(c, d.pool.Bytes()))
+			if err == nil && d.ctx.Err() != nil { // nobody takes it any more
+				err = errors.Join(context.Cause(d.ctx), drive.Close())
+			}
+			result <- opened{drive, found, err}
+		}()
+	}
+	d.drivesMu.Unlock()
+	timeout := time.NewTimer(driveOpenTimeout)
+	defer timeout.Stop()
+	select {
+	case o := <-result:
+		d.drivesMu.Lock()
+		delete(d.opening, c.Path)
+		d.drivesMu.Unlock()
+		return o
+	case <-timeout.C:
+		return opened{err: fmt.Errorf("it does not answer: %v were not enough to open it", driveOpenTimeout)}
+	case <-d.ctx.Done():
+		return opened{err: context.Cause(d.ctx)}
+	}
+}
+
 // openDrive opens a drive and takes over what is on it.
 func (d *Daemon) openDrive(c DriveConfig) error {
 	start := time.Now()
-	drive, found, err := nvme.Open(d.cfg.drive(c, d.pool.Bytes()))
-	if err != nil {
-		return err
+	o := d.awaitDrive(c)
+	drive, found := o.drive, o.found
+	if o.err != nil {
+		return o.err
 	}
 	id, err := d.ledger.AddDrive(drive)
 	if err != nil {

@@ -1,6 +1,7 @@
 package tiers
 
 import (
+	"slices"
 	"time"
 
 	"github.com/kvferry/kvferry/tiers/pool"
@@ -21,13 +22,34 @@ const adoptPart = 1 << 13
 // Adopt takes over the slots of a store that an earlier daemon left. It is called once for each store, the pool first. Meanwhile others may use the ledger, and nothing is moved to the store.
 func (l *Ledger) Adopt(now time.Time, id StoreID, found []pool.Resident) (kept int) {
 	closed := l.beginAdopt(now, id)
-	for len(found) > 0 {
-		n := min(len(found), adoptPart)
-		kept += l.adoptSome(now, id, found[:n])
-		found = found[n:]
+	for part := range slices.Chunk(found, adoptPart) {
+		kept += l.adoptSome(now, id, part)
+	}
+	for part := range slices.Chunk(found, adoptPart) {
+		l.noteIncomplete(now, part)
 	}
 	l.endAdopt(id, closed)
 	return kept
+}
+
+// noteIncomplete has blocks leave in time that lack a shard now that all have come.
+func (l *Ledger) noteIncomplete(now time.Time, found []pool.Resident) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for i := range found {
+		h := &found[i].Header
+		ref, ok := l.byID[h.Space]
+		if !ok || h.Shards < 2 {
+			continue
+		}
+		id := l.index.find(ref, &h.Hash)
+		if id == 0 {
+			continue
+		}
+		if r := l.recs.at(id); r.resident > 0 && !l.isComplete(r) {
+			l.partial = append(l.partial, partialBlock{ref, h.Hash, now.Add(l.limits.IncompleteKept)})
+		}
+	}
 }
 
 func (l *Ledger) beginAdopt(now time.Time, id StoreID) (closed bool) {
@@ -66,13 +88,13 @@ func (l *Ledger) endAdopt(id StoreID, closed bool) {
 	defer l.mu.Unlock()
 	st := l.stores[id]
 	st.closed = closed
-	for _, c := range st.classes {
-		l.rebuildFreeLocked(c)
-	}
 	for i := st.first; i < st.first+st.slabs; i++ {
 		if l.slabs[i].slots != nil && l.slabs[i].used == 0 {
-			l.freeSlabLocked(i)
+			l.freeSlabLocked(i) // before the free slots are listed: it goes over the list
 		}
+	}
+	for _, c := range st.classes {
+		l.rebuildFreeLocked(c)
 	}
 }
 
@@ -97,9 +119,6 @@ func (l *Ledger) adoptLocked(now time.Time, st *store, r pool.Resident) bool {
 	m.generation, m.crc = h.Generation, h.CRC32C
 	used := time.UnixMilli(int64(min(h.StoredMs, uint64(now.UnixMilli())))) // clocks jump, and headers may say anything
 	l.residentLocked(now.UnixNano(), s, used.UnixNano(), b)
-	if !l.isComplete(l.recs.at(id)) {
-		l.partial = append(l.partial, partialBlock{ref, h.Hash, now.Add(l.limits.IncompleteKept)})
-	}
 	return true
 }
 

@@ -19,6 +19,12 @@ type Down struct {
 // handSlots bounds the slots that one PlanDown looks at for idle ones: about a millisecond.
 const handSlots = 1 << 15
 
+// leaveMax bounds the blocks that leave DRAM in one PlanDown, for the same reason.
+const leaveMax = 4096
+
+// walkedMax bounds the ancestors that are looked at before the next part.
+const walkedMax = 1 << 18
+
 // budget bounds what is written to the drives over time: a bucket that holds a day's share of an hour.
 type budget struct {
 	rate   float64 // bytes/s; 0: no bound
@@ -56,7 +62,11 @@ type plan struct {
 	limit  int
 	out    Moves
 	held   bool // something was not planned because too much is being moved already
-	byHand bool // somebody wants it down, whatever it is worth
+	left   int  // blocks that have left DRAM
+	walked int  // ancestors that were looked at
+	// victims are, for what is idle, the blocks that are to leave next on the drives, until something has: a look for one costs some microseconds.
+	victims map[*class]recordID
+	byHand  bool // somebody wants it down, whatever it is worth
 }
 
 // PlanDown makes room in DRAM where less than wanted is free, and plans up to limit copies to the drives: first what has to leave, then what is idle. What lies on a drive already just leaves.
@@ -108,10 +118,15 @@ func (p *plan) relieve(d Down, c *class) {
 	spare := c.store.freeSlabs * c.store.slots.SlotsPerSlab(c.slotBytes)
 	total := float64(c.slots + spare)
 	used := float64(c.slots - len(c.free) - c.leaving)
-	if used <= d.High*total {
+	if used <= d.High*total && !c.relieving {
 		return
 	}
+	c.relieving = false
 	for excess := used - d.Low*total; excess > 0 && len(p.out.List) < p.limit; {
+		if p.left >= leaveMax || p.walked >= walkedMax {
+			p.out.More, c.relieving = true, true
+			return
+		}
 		id, ok := c.leaves.Next(p.now.UnixNano())
 		if !ok {
 			return
@@ -121,10 +136,10 @@ func (p *plan) relieve(d Down, c *class) {
 		orphans := l.orphansLocked(id, policy.DRAM)
 		switch {
 		case l.isIn(r, policy.NVMe), !l.isIn(r, policy.DRAM):
-			l.leaveLocked(id, policy.DRAM)
+			p.leave(id)
 		case !orphans && !l.admitLocked(p.now, id):
 			l.counts.NotAdmitted++
-			l.leaveLocked(id, policy.DRAM)
+			p.leave(id)
 		default:
 			switch p.chain(id, true) {
 			case full:
@@ -134,11 +149,16 @@ func (p *plan) relieve(d Down, c *class) {
 					return
 				}
 				l.counts.NotWorth++
-				l.leaveLocked(id, policy.DRAM)
+				p.leave(id)
 			}
 		}
 		excess -= slots
 	}
+}
+
+func (p *plan) leave(id recordID) {
+	p.left++
+	p.l.leaveLocked(id, policy.DRAM)
 }
 
 // idle goes on with looking for blocks that nobody has used for a while.
@@ -149,7 +169,8 @@ func (p *plan) idle(d Down) {
 	}
 	st := l.stores[poolStore]
 	before := p.now.Add(-d.Idle).UnixNano()
-	for looked, turned := 0, 0; looked < handSlots && turned <= st.slabs && len(p.out.List) < p.limit; {
+	p.victims = map[*class]recordID{}
+	for looked, turned := 0, 0; looked+p.walked < handSlots && turned <= st.slabs && len(p.out.List) < p.limit && p.left < leaveMax && !p.held; {
 		if l.hand.slab >= st.slabs {
 			l.hand = hand{}
 		}
@@ -184,16 +205,18 @@ func (p *plan) idleBlock(d Down, id recordID, before int64) {
 			l.counts.NotAdmitted++
 			return
 		}
-		p.chain(id, d.Move)
+		if k, ok := l.driveForLocked(id); ok && p.worth(l.class(l.stores[k], l.spaces[r.space].slotBytes), id, !d.Move) { // else its ancestors need not be looked at
+			p.chain(id, d.Move)
+		}
 		return
 	}
-	for d.Move && id != 0 { // what was copied while it had children leaves after them
+	for d.Move && id != 0 && p.left < leaveMax { // what was copied while it had children leaves after them
 		r := l.recs.at(id)
 		parent := r.parent
 		if r.stamp > before || l.Meta(id).Pos[policy.DRAM] < 0 || !l.isIn(r, policy.NVMe) || !l.isOpenLocked(id) { // or its drive is in trouble: idle is no reason to lose it
 			return
 		}
-		l.leaveLocked(id, policy.DRAM)
+		p.leave(id)
 		id = parent
 	}
 }
@@ -206,10 +229,16 @@ func (p *plan) worth(c *class, id recordID, stays bool) bool {
 		return true
 	}
 	now := p.now.UnixNano()
-	victim, ok := c.leaves.Next(now)
+	victim, ok := p.victims[c]
+	if !ok {
+		if victim, ok = c.leaves.Next(now); !ok {
+			return true // allocateLocked says so
+		}
+		if p.victims != nil {
+			p.victims[c] = victim
+		}
+	}
 	switch {
-	case !ok:
-		return true // allocateLocked says so
 	case stays:
 		return l.Stamp(victim) < l.Stamp(id)
 	}
@@ -235,6 +264,7 @@ func (p *plan) chain(id recordID, leaves bool) planned {
 		}
 		path = append(path, a)
 	}
+	p.walked += len(path)
 	for i := len(path) - 1; i >= 0; i-- {
 		if len(p.out.List) >= p.limit {
 			break
@@ -278,6 +308,7 @@ func (p *plan) block(id recordID, leaves bool) planned {
 			break
 		}
 		d, ok := l.allocateLocked(p.now.UnixNano(), c)
+		clear(p.victims)
 		if !ok {
 			l.unpinMoveLocked(s)
 			break

@@ -217,5 +217,6 @@ func (l *Ledger) dropSlotsLocked(id recordID, tier int, why Reason) bool {
 	for _, s := range resident {
 		l.evictSlotLocked(s, why)
 	}
+	l.lacksShardLocked(id)
 	return len(resident) > 0
 }

@@ -120,7 +120,11 @@ func (w *world) step() {
 		d := tiers.Down{Idle: time.Duration(w.r.IntN(20)) * time.Second, Move: w.r.IntN(2) == 0, High: 0.5 + w.r.Float64()/2, Low: w.r.Float64() / 2}
 		w.plan(w.l.PlanDown(w.now, d, 1+w.r.IntN(30)))
 	case 11:
-		w.plan(w.l.BeginPromote(w.now, w.spaces[space], shard, tierstest.Pack(w.chain())))
+		begin := w.l.BeginPromote
+		if w.r.IntN(2) == 0 {
+			begin = w.l.BeginPrefetch
+		}
+		w.plan(begin(w.now, w.spaces[space], shard, tierstest.Pack(w.chain())))
 	case 12:
 		for range w.r.IntN(8) {
 			w.endMove()

@@ -135,6 +135,13 @@ func (l *Ledger) OnDrive(space SpaceRef, shard uint16, hashes []byte) (at []int)
 	return at
 }
 
+// ShardBytes is the length of a space's shards.
+func (l *Ledger) ShardBytes(space SpaceRef) uint64 {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.spaces[space].shape.ShardBytes
+}
+
 // Missed accounts a lookup in a space that the ledger does not know: all of it is missed.
 func (l *Ledger) Missed(blocks int) {
 	l.mu.Lock()

@@ -28,6 +28,8 @@ type Moves struct {
 	Elsewhere []int
 	// At are, of a promotion, the indexes of List's blocks among those that were asked for.
 	At []int
+	// More, of a PlanDown: more is to leave DRAM than one call does. The next goes on.
+	More bool
 	// NoRoom, of a promotion, counts blocks that are on a drive and have no room in DRAM.
 	NoRoom int
 }

@@ -66,8 +66,8 @@ type DownPart struct {
 	Next    Cursor
 }
 
-// PlanDemote plans the copies of chosen blocks to the drives, however lately they were used and whatever the write budget is, and of their ancestors before them: at most so many bytes in a part, or one shard. With 0 it plans nothing, and counts what it would plan as
-// without a drive.
+// PlanDemote plans the copies of chosen blocks to the drives, however lately they were used and whatever the write budget is, and of their ancestors before them: at most so many bytes in a part, or one shard. With 0, or where all drives are
+// closed, it plans nothing, and counts what it would plan as without a drive.
 //
 // A chain that is longer than that takes several parts, which begin with the same block. The caller bounds how often: on a drive that is too small for the chain its beginning may have left again.
 func (l *Ledger) PlanDemote(now time.Time, sel Selection, from Cursor, bytes uint64) DownPart {
@@ -75,7 +75,7 @@ func (l *Ledger) PlanDemote(now time.Time, sel Selection, from Cursor, bytes uin
 	defer l.mu.Unlock()
 	l.now = now.UnixNano()
 	p := &plan{l: l, now: now, byHand: true}
-	none, may := bytes == 0, min(changedMax, l.mayMoveLocked())
+	none, may := bytes == 0 || !l.driveOpenLocked(), min(changedMax, l.mayMoveLocked())
 	var out DownPart
 	out.Next = l.walkLocked(from, &sel, func(id recordID) bool {
 		r := l.recs.at(id)

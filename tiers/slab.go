@@ -3,6 +3,7 @@ package tiers
 import (
 	"fmt"
 	"math"
+	"time"
 
 	"github.com/kvferry/kvferry"
 	"github.com/kvferry/kvferry/tiers/policy"
@@ -88,6 +89,7 @@ func (l *Ledger) freeSlabLocked(i int) {
 	st.slots.FreeSlab(i - st.first)
 	l.slabs[i] = slab{store: l.slabs[i].store}
 	st.freeSlabs++
+	st.cutUpTo = min(st.cutUpTo, i-st.first)
 }
 
 // takeSlotLocked hands a free slot to a block.
@@ -188,8 +190,9 @@ func (l *Ledger) freeSlabIndex(st *store) int {
 	if st.freeSlabs == 0 {
 		return -1
 	}
-	for i := st.first; i < st.first+st.slabs; i++ {
+	for i := st.first + st.cutUpTo; i < st.first+st.slabs; i++ {
 		if l.slabs[i].slots == nil {
+			st.cutUpTo = i - st.first
 			return i
 		}
 	}
@@ -204,25 +207,37 @@ func (l *Ledger) formatLocked(i int, c *class) {
 	}
 }
 
+// reclaimWait is how long a class does without another look for a slab when all that could be reclaimed was leased: such a look goes over all that is.
+const reclaimWait = int64(100 * time.Millisecond)
+
 // coldestSlabLocked is a slab of another class of the store, all of which may leave, that was used last before this class's own next block to leave; -1 when there is none.
 func (l *Ledger) coldestSlabLocked(now int64, c *class) int {
-	if len(c.store.classes) == 1 {
+	if len(c.store.classes) == 1 || (now >= c.noSlab && now < c.noSlab+reclaimWait) {
 		return -1
 	}
 	before := int64(math.MaxInt64)
 	if id, ok := c.leaves.Next(now); ok {
 		before = l.Stamp(id)
 	}
-	leased, ok := l.leasedSlabsLocked()
-	if !ok {
-		return -1
-	}
+	var leased map[int]bool
 	best := -1
 	for i := c.store.first; i < c.store.first+c.store.slabs; i++ {
 		s := &l.slabs[i]
-		if s.slots != nil && s.slotBytes != c.slotBytes && s.touched < before && !leased[i] && l.slabMayLeaveLocked(s) {
+		if s.slots == nil || s.slotBytes == c.slotBytes || s.touched >= before || leased[i] || !l.slabMayLeaveLocked(s) {
+			continue
+		}
+		if leased == nil { // only now: mostly there is nothing to choose from
+			var ok bool
+			if leased, ok = l.leasedSlabsLocked(); !ok {
+				break
+			}
+		}
+		if !leased[i] {
 			best, before = i, s.touched
 		}
+	}
+	if best < 0 && leased != nil {
+		c.noSlab = now
 	}
 	return best
 }
@@ -275,7 +290,9 @@ func (l *Ledger) emptySlabLocked(i int) {
 	l.counts.Reclaimed++
 	for k := range l.slabs[i].slots {
 		if l.slabs[i].slots[k].state == SlotResident {
+			id := l.slabs[i].slots[k].block
 			l.evictSlotLocked(makeSlotRef(i, k), Reclaimed)
+			l.lacksShardLocked(id)
 			l.counts.Evicted++
 		}
 	}
@@ -439,5 +456,13 @@ func (l *Ledger) removeBlockLocked(id recordID, tier int, why Reason) {
 	}
 	for _, s := range slots {
 		l.evictSlotLocked(s, why)
+	}
+	l.lacksShardLocked(id)
+}
+
+// lacksShardLocked has a block leave in time of which something was removed, if it lacks a shard by that.
+func (l *Ledger) lacksShardLocked(id recordID) {
+	if r := l.recs.at(id); r.resident > 0 && !l.isComplete(r) { // one that is gone has none
+		l.partial = append(l.partial, partialBlock{r.space, r.hash, time.Unix(0, l.now).Add(l.limits.IncompleteKept)})
 	}
 }

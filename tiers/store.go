@@ -21,6 +21,7 @@ type store struct {
 	slabs     int
 	classes   map[uint64]*class
 	freeSlabs int
+	cutUpTo   int // none of the slabs before it is free
 	usedBytes uint64
 	blocks    int  // that have a slot here
 	closed    bool // nothing is written to it, and what only it has is not found
@@ -33,8 +34,10 @@ type class struct {
 	slots     int
 	free      []SlotRef
 	leaves    policy.Set
-	leaving   int // slots from which blocks are being moved, to be free when that has succeeded
-	held      int // moves of blocks that could leave when they were planned
+	noSlab    int64 // when it last looked for a slab of another class in vain, unix ns
+	relieving bool  // more was to leave than one PlanDown does
+	leaving   int   // slots from which blocks are being moved, to be free when that has succeeded
+	held      int   // moves of blocks that could leave when they were planned
 }
 
 func (l *Ledger) addStoreLocked(tier int, slots Slots) {

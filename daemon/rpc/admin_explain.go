@@ -111,6 +111,7 @@ func gone(c *tiers.Change, now time.Time) string {
 	why := map[tiers.Reason]string{
 		tiers.Evicted: "was evicted to make room", tiers.Demoted: "left DRAM for a drive", tiers.Dropped: "was evicted by hand",
 		tiers.Incomplete: "lacked a shard for too long", tiers.Reclaimed: "was removed because its slab went to blocks of another length",
+		tiers.Forced: "was evicted to make room where nothing else could leave",
 		tiers.Broken: "was broken, or could not be read, and removed",
 	}[c.Reason]
 	return fmt.Sprintf("it %s, from %v, %v ago", why, c.Tier, max(now.Sub(time.Unix(0, c.At)), 0).Round(time.Second))

@@ -58,27 +58,42 @@ func (o *operation) accept(ctx context.Context, space tiers.SpaceRef, r Load, dr
 	a := &answer{o: o, space: space, hashes: r.Hashes, until: time.Now().Add(r.Deadline), why: make([]BlockStatus, n), from: make([]Source, n), lent: make([]handoff.LentPlace, n)}
 	here, _ := s.m.cfg.Ledger.Await(space, s.shard(), r.Hashes)
 	lends := s.m.cfg.Fetcher.Here(*r.Ticket, s.hello.Rank) && s.hello.ReadsLent && o.found == nil // then the worker's own memory goes before the pool
-	var local, at, restored []int
-	var missing []byte
-	if !lends {
-		restored = without(drive, a.promote(ctx, drive))
+	if lends {
+		drive = nil
 	}
+	var local, at []int
 	for i, state := range here {
-		h := hashAt(r.Hashes, i)
-		if _, sent := slices.BinarySearch(restored, i); sent {
+		if _, below := slices.BinarySearch(drive, i); below {
 			continue
 		}
 		switch {
 		case state == tiers.SlotResident && !lends:
 			local = append(local, i)
-		case o.found != nil && !o.found[h]:
+		case o.found != nil && !o.found[hashAt(r.Hashes, i)]:
 			a.why[i] = Miss
 			local = append(local, i)
 		default:
-			missing, at = append(missing, h[:]...), append(at, i)
+			at = append(at, i)
 		}
 	}
+	a.send(local, false) // and pins them: making room for what comes must not take them away
 	s.m.cfg.Counters.Add(o.kind+"_blocks", "local", len(local))
+	local = nil
+	if drive = a.restoreSoon(ctx, r, drive); len(drive) > 0 {
+		here, _ = s.m.cfg.Ledger.Await(space, s.shard(), r.Hashes)
+	}
+	for _, i := range drive {
+		if here[i] == tiers.SlotResident || o.found != nil && !o.found[hashAt(r.Hashes, i)] { // come by somebody else's doing, or nowhere to be had
+			local = append(local, i)
+		} else {
+			at = append(at, i) // whom the ticket names may have it
+		}
+	}
+	slices.Sort(at)
+	var missing []byte
+	for _, i := range at {
+		missing = append(missing, r.Hashes[i*kvferry.HashSize:][:kvferry.HashSize]...)
+	}
 	shape := s.shape
 	shape.ID = r.Space
 	q := handoff.FetchRequest{
@@ -132,6 +147,13 @@ func (o *operation) accept(ctx context.Context, space tiers.SpaceRef, r Load, dr
 		got.End("the operation has ended")
 	}
 	a.send(slices.Sorted(maps.Keys(rest)), true)
+}
+
+// restoreSoon brings blocks up from the drives, and answers those that have not come in half of the time: the other half is for the nodes that may have them.
+func (a *answer) restoreSoon(ctx context.Context, r Load, drive []int) (rest []int) {
+	ctx, cancel := context.WithTimeout(ctx, r.Deadline*2/5) // ctx has four fifths
+	defer cancel()
+	return a.promote(ctx, drive)
 }
 
 // readsUntil keeps what the process reads of another worker until the operation ends. It answers false when it has ended.

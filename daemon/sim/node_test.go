@@ -255,6 +255,9 @@ func (d *daemon) close() {
 	for _, c := range d.counters.All() {
 		d.node.w.saw(c.Name+"/"+c.Reason, int(c.Value))
 	}
+	d.slots.mu.Lock()
+	d.slots.closed = true // a real daemon waits for those whom it serves
+	d.slots.mu.Unlock()
 	if err := d.pool.Close(); err != nil {
 		d.node.w.fatalf("close pool: %v", err)
 	}

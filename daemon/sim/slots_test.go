@@ -14,6 +14,7 @@ type slots struct {
 	w *world
 
 	mu       sync.Mutex
+	closed   bool            // the pool is; whoever still reads for the other node gives back what is gone
 	reserved map[uint64]bool // by offset of the payload: from Fill until Publish or Clear
 	resident map[uint64]bool // since Publish
 	writers  map[uint64]int  // copies that have not returned
@@ -38,6 +39,12 @@ func (s *slots) Publish(slab, slot int, h pool.Header) {
 
 // Clear is tiers.Slots.
 func (s *slots) Clear(slab, slot int) {
+	s.mu.Lock()
+	closed := s.closed
+	s.mu.Unlock()
+	if closed {
+		return
+	}
 	s.change(slab, slot, "given back", false)
 	s.Pool.Clear(slab, slot)
 }

@@ -8,6 +8,7 @@ import (
 
 	"github.com/kvferry/kvferry"
 	"github.com/kvferry/kvferry/csrc/copyshim"
+	"github.com/kvferry/kvferry/daemon/health"
 	"github.com/kvferry/kvferry/daemon/mover"
 	"github.com/kvferry/kvferry/tiers"
 	"github.com/kvferry/kvferry/tiers/nvme"
@@ -139,6 +140,7 @@ func (r *rate) now() float64 {
 func (t *Tiering) account(d *drive, c *copier, batch []transport.Copy, m tiers.Moves, at []int) {
 	moved, corrupt, lost, broken := 0, 0, 0, 0
 	var failure error
+	state, _, _ := d.health.View()
 	for k := range batch {
 		err := batch[k].Err
 		switch {
@@ -155,6 +157,9 @@ func (t *Tiering) account(d *drive, c *copier, batch []transport.Copy, m tiers.M
 			corrupt++
 		default:
 			failure = err
+			if state != health.OK { // all of it fails: what was under way is there again with the drive
+				continue
+			}
 		}
 		if !c.writes {
 			b := m.List[at[k]].Fill.Block

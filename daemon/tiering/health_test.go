@@ -6,6 +6,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/kvferry/kvferry"
 	"github.com/kvferry/kvferry/daemon/health"
 	"github.com/kvferry/kvferry/tiers"
@@ -75,6 +77,71 @@ func TestHangingDrive(t *testing.T) {
 		}
 		if p := r.promote(chain, 5*time.Second); p.Failed+p.NoRoom > 0 || r.ledger.Stats().InTier[policy.DRAM] != 100 {
 			t.Errorf("%+v", p)
+		}
+	})
+}
+
+// Prefetches from a drive that does not answer leave room for stores, and end.
+func TestPrefetchLeavesRoom(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, 200)
+		r.down()
+		r.ledger.Release(time.Now(), tiers.Selection{}, 0)
+		release := r.device.Hold(nvmetest.OpRead)
+		defer release()
+		for range 3 {
+			r.m.Tiering.Prefetch(r.ref, 0, packed(tierstest.Chain(1, 200)))
+		}
+		if st := r.ledger.Stats(); st.Filling != 64 {
+			t.Errorf("%d slots of 256 are being filled", st.Filling)
+		}
+		fills := r.ledger.BeginFill(time.Now(), r.ref, 0, tierstest.Chain(2, 64))
+		for i := range fills {
+			if fills[i].Status != tiers.FillNew {
+				t.Fatalf("block %d of a store: status %d", i, fills[i].Status)
+			}
+		}
+		r.ledger.Abort(time.Now(), fills)
+		release()
+		synctest.Wait()
+		if n := r.m.Tiering.up.Load(); n != 0 || r.ledger.Stats().InTier[policy.DRAM] != 64 {
+			t.Errorf("%d bytes are under way at the end, %d blocks came", n, r.ledger.Stats().InTier[policy.DRAM])
+		}
+		r.m.Tiering.Prefetch(r.ref, 0, packed(tierstest.Chain(1, 200)))
+		synctest.Wait()
+		if n := r.ledger.Stats().InTier[policy.DRAM]; n != 128 {
+			t.Errorf("%d blocks are in DRAM: the next ones come", n)
+		}
+	})
+}
+
+// What a drive that is in trouble cannot read is not lost by that, however much was under way: it is there when the drive is.
+func TestUnreadableStays(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, 100)
+		r.down()
+		r.ledger.Release(time.Now(), tiers.Selection{}, 0)
+		chain := tierstest.Chain(1, 100)
+		release := r.device.Hold(nvmetest.OpRead)
+		defer release()
+		for i := range 10 {
+			go r.promote(chain[i*10:][:10], time.Second)
+		}
+		synctest.Wait()
+		d := r.m.Tiering.all()[0]
+		for range 3 {
+			r.m.Tiering.failed(d, unix.EIO)
+		}
+		r.device.Inject(func(op nvmetest.Op, _ int64, _ int) error {
+			if op == nvmetest.OpRead {
+				return unix.EIO
+			}
+			return nil
+		})
+		release()
+		synctest.Wait()
+		if st := r.ledger.Stats(); st.InTier[policy.NVMe] != 100 || st.Moving != 0 {
+			t.Errorf("%d of 100 blocks are left on the drive", st.InTier[policy.NVMe])
 		}
 	})
 }

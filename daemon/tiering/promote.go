@@ -116,9 +116,26 @@ func (t *Tiering) elsewhere(ctx context.Context, q Request, at []int, out *Promo
 	}
 }
 
-// Prefetch brings blocks up in the background; nobody waits for it.
+// prefetchShare is the part of the pool that prefetches may be filling at a time: their slots are nobody else's until a drive that may be slow has answered, and stores find room beside them.
+const prefetchShare = 4
+
+// Prefetch brings blocks up in the background, the first of them where that is much; nobody waits for it.
 func (t *Tiering) Prefetch(space tiers.SpaceRef, shard uint16, hashes []byte) {
-	t.start(t.cfg.Ledger.BeginPromote(time.Now(), space, shard, hashes), kvferry.ClassPrefetch, time.Now().Add(prefetchDeadline), nil)
+	at, shardBytes := t.cfg.Ledger.OnDrive(space, shard, hashes), t.cfg.Ledger.ShardBytes(space)
+	want := uint64(len(at)) * shardBytes
+	if over := int64(t.up.Add(int64(want))) - int64(len(t.cfg.Pool.Bytes)/prefetchShare); over > 0 {
+		drop := min((uint64(over)+shardBytes-1)/shardBytes, uint64(len(at)))
+		at = at[:len(at)-int(drop)]
+		t.up.Add(-int64(drop * shardBytes))
+		t.cfg.Counters.Add("promote_blocks", "too_many", int(drop))
+	}
+	var first []byte
+	for _, i := range at {
+		first = append(first, hashes[i*kvferry.HashSize:][:kvferry.HashSize]...)
+	}
+	moves := t.cfg.Ledger.BeginPromote(time.Now(), space, shard, first)
+	t.up.Add(-int64(uint64(len(at)-len(moves.List)) * shardBytes))
+	t.start(moves, kvferry.ClassPrefetch, time.Now().Add(prefetchDeadline), func(at []int, _ []bool) { t.up.Add(-int64(uint64(len(at)) * shardBytes)) })
 }
 
 // Hint is Prefetch for what somebody says that he will ask for: of that no more comes than leaves the pool room for what is asked for now.

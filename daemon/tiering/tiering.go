@@ -52,6 +52,7 @@ type Config struct {
 type Tiering struct {
 	cfg    Config
 	drives atomic.Pointer[[]*drive] // never modified: replaced
+	up     atomic.Int64             // bytes that prefetches are filling
 	kick   chan struct{}
 	ctx    context.Context
 	cancel context.CancelFunc
@@ -144,7 +145,11 @@ func (t *Tiering) down(now time.Time, d tiers.Down) {
 			return
 		}
 	}
-	t.start(t.cfg.Ledger.PlanDown(now, d, planMax), kvferry.ClassDemote, now.Add(downDeadline), nil)
+	moves := t.cfg.Ledger.PlanDown(now, d, planMax)
+	t.start(moves, kvferry.ClassDemote, now.Add(downDeadline), nil)
+	if moves.More {
+		t.Filled()
+	}
 }
 
 // start submits moves, in transfers of one drive each. ended is told of each transfer when it is quiet: the indexes into the list of its moves, and which of them succeeded. It must not block.

@@ -4,6 +4,8 @@ import os
 import pathlib
 import struct
 
+LOG_AT, LOG_END = 64 << 10, 1984 << 10
+LOG_MAGIC = 0x31474F4C4E46564B
 SLABS_AT = 2 << 20
 SLAB_HEADER_BYTES, SLOT_HEADER_BYTES, ALIGN = 4096, 256, 4096
 
@@ -25,6 +27,18 @@ class DriveFile:
                     for n in range(slots if slot_bytes else 0)
                 ]
         return found
+
+    def logged_headers(self) -> list[tuple[int, int]]:
+        """Of the log's blocks with slot headers, of its last round and in their order: where the first header lies, and how many there are."""
+        found = []
+        with open(self._path, "rb") as f:
+            f.seek(LOG_AT)
+            log = f.read(LOG_END - LOG_AT)
+        for at in range(0, len(log), ALIGN):
+            magic, turn, kind, count = struct.unpack_from("<QQ4xHH", log, at)
+            if magic == LOG_MAGIC and kind == 1:
+                found.append((turn, LOG_AT + at + 64, count))
+        return [(at, count) for turn, at, count in found if turn == max(found)[0]]
 
     def flip(self, offsets: list[int]) -> None:
         """Changes the bytes at these places, on the disk."""

@@ -15,7 +15,7 @@ import (
 
 // TestConcurrentCrash has several movers at work when the device crashes, or a sync fails. What they do is seeded, the order in which they come is not.
 func TestConcurrentCrash(t *testing.T) {
-	rounds := uint64(*seeds) / 4
+	rounds := uint64(*seeds) / 4 / (slower/2 + 1)
 	for n := uint64(1); n <= rounds; n++ {
 		if err := concurrently(n); err != nil {
 			t.Fatalf("seed %d: %v", n, err)

@@ -155,5 +155,6 @@ func parseHeader(b []byte, id driveID, slab, slot int) (h pool.Header, ours, ok 
 	h, ok = pool.ParseHeader(b)
 	ok = ok && ours && binary.LittleEndian.Uint32(tail[16:]) == uint32(slab) && binary.LittleEndian.Uint32(tail[20:]) == uint32(slot) &&
 		h.Generation < generationMax
+	h.FromDrive = false // of the pool's headers: here the drive's id is in its place
 	return h, ours, ok
 }

@@ -5,7 +5,10 @@ import (
 	"fmt"
 )
 
-// Probe tries whether the drive works: a block of its own is written, synced and read back past the page cache. After trouble it also makes durable what was noted since.
+// probeAt is a block that nothing else is in (WIRE.md).
+const probeAt = 48 << 10
+
+// Probe tries whether the drive works: metadata is written and synced, a block is written and one read past the page cache. After trouble it also makes durable what was noted since.
 func (d *Drive) Probe(ctx context.Context) error {
 	if err := d.enter(); err != nil {
 		return err
@@ -19,6 +22,10 @@ func (d *Drive) Probe(ctx context.Context) error {
 	d.mu.Unlock()
 	if err := d.settled(); err != nil {
 		return err
+	}
+	scratch := []IO{{Offset: probeAt, Buf: alignedBuffer(Align)}}
+	if d.dev.Run(ctx, true, scratch, nil); scratch[0].Err != nil {
+		return fmt.Errorf("%w: write past the page cache: %w", ErrDevice, scratch[0].Err)
 	}
 	io := []IO{{Offset: 0, Buf: alignedBuffer(Align)}}
 	d.dev.Run(ctx, false, io, nil)

@@ -21,8 +21,9 @@ type uring struct {
 
 // lane is a ring and what goes with it.
 type lane struct {
-	ring *uringshim.Ring
-	ops  []uringshim.Op
+	ring  *uringshim.Ring
+	ops   []uringshim.Op
+	ended []uringshim.End // and not told yet
 }
 
 // newUring makes the first ring and reads with it: that it may be made does not say that it may be used.
@@ -107,10 +108,10 @@ func (u *uring) run(ctx context.Context, write bool, batch []IO, done func(i int
 	}
 	defer u.give(l)
 	next, flying := 0, 0
-	for next < len(batch) || flying > 0 {
+	l.ended = l.ended[:0]
+	for next < len(batch) || flying > 0 || len(l.ended) > 0 {
 		l.ops = l.ops[:0]
-		ended := ctx.Err() != nil
-		for ; ended && next < len(batch); next++ {
+		for ; ctx.Err() != nil && next < len(batch); next++ {
 			batch[next].Err = context.Cause(ctx)
 			done(next)
 		}
@@ -120,14 +121,28 @@ func (u *uring) run(ctx context.Context, write bool, batch []IO, done func(i int
 				Length: uint32(len(io.Buf)), Tag: uint32(next)})
 		}
 		flying += len(l.ops)
-		if flying == 0 {
-			break
+		wait := 1
+		if len(l.ended) > 0 {
+			wait = 0 // others take the places of those that have ended, before done looks at what came: that takes time
 		}
-		for _, e := range l.ring.Step(write, l.ops, 1) {
-			flying--
-			batch[e.Tag].Err = e.Err()
-			done(int(e.Tag))
+		var ends []uringshim.End
+		if flying > 0 && (wait > 0 || len(l.ops) > 0) {
+			ends = l.ring.Step(write, l.ops, wait)
+		}
+		flying -= len(ends)
+		tell(batch, l.ended, done)
+		l.ended = append(l.ended[:0], ends...)
+		if write { // there is nothing to be looked at
+			tell(batch, l.ended, done)
+			l.ended = l.ended[:0]
 		}
 	}
 	runtime.KeepAlive(batch)
+}
+
+func tell(batch []IO, ended []uringshim.End, done func(i int)) {
+	for _, e := range ended {
+		batch[e.Tag].Err = e.Err()
+		done(int(e.Tag))
+	}
 }

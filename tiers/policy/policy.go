@@ -34,7 +34,7 @@ func NewMeta() Meta { return Meta{Pos: [NumTiers]int32{-1, -1}} }
 // Retention is how long a request wants its blocks kept.
 type Retention uint8
 
-// The retention classes. A block that several requests have stored keeps the longest.
+// The retention classes. Of several requests that store a block, the first decides.
 const (
 	Normal Retention = iota
 	None             // gone as soon as room is wanted
@@ -97,6 +97,6 @@ type Set interface {
 	Add(id ID) // it is not in any Set of this tier
 	Remove(id ID)
 	Len() int
-	// Next is the block that is to leave next; it stays in the Set.
+	// Next is the block that is to leave next; it stays in the Set, and stays the next one until something comes, goes or is used.
 	Next(now int64) (ID, bool)
 }

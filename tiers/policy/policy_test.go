@@ -83,6 +83,9 @@ func TestSets(t *testing.T) {
 					if ok != (len(m) > 0) || ok && !m[got] {
 						t.Fatalf("%s: Next is %d, %v of %d", name, got, ok, len(m))
 					}
+					if again, _ := s.Next(int64(step)); again != got { // a ledger asks whether it is worth it, and then has it leave
+						t.Fatalf("%s: Next is %d and then %d", name, got, again)
+					}
 					incomplete := false
 					for id := range m {
 						incomplete = incomplete || tab.stamps[id] == 0

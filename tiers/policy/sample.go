@@ -38,6 +38,8 @@ type sampleSet struct {
 	tier  int
 	lists [numLists][]ID
 	count int
+	next  choice // the same until it is removed or something is used: who asks and then has it leave means one block
+	at    uint32 // touches at which it was made
 }
 
 // NewSet is Policy.
@@ -77,6 +79,9 @@ func (r *Reuse) Before(_ int64, t Table, a, b ID) bool {
 func (s *sampleSet) Add(id ID) {
 	m := s.t.Meta(id)
 	list := listOf(s.t, id)
+	if list <= listShort {
+		s.next.any = false
+	}
 	m.Pos[s.tier] = makePos(list, len(s.lists[list]))
 	s.lists[list] = append(s.lists[list], id)
 	s.count++
@@ -84,6 +89,9 @@ func (s *sampleSet) Add(id ID) {
 
 // Remove is Set.
 func (s *sampleSet) Remove(id ID) {
+	if id == s.next.id {
+		s.next.any = false
+	}
 	m := s.t.Meta(id)
 	list, place := splitPos(m.Pos[s.tier])
 	ids := s.lists[list]
@@ -104,11 +112,18 @@ type choice struct {
 
 // Next is Set.
 func (s *sampleSet) Next(int64) (ID, bool) {
+	if !s.next.any || s.at != s.r.lives.touches {
+		s.next, s.at = s.choose(), s.r.lives.touches
+	}
+	return s.next.id, s.next.any
+}
+
+func (s *sampleSet) choose() choice {
 	for list := listIncomplete; list <= listShort; list++ {
 		if n := len(s.lists[list]); n > 0 {
 			var c choice
 			s.look(&c, s.lists[list], samples, 0)
-			return c.id, true
+			return c
 		}
 	}
 	normal, long := s.lists[listNormal], s.lists[listLong]
@@ -122,7 +137,7 @@ func (s *sampleSet) Next(int64) (ID, bool) {
 		s.look(&c, normal, samples*3/4, 0)
 		s.look(&c, long, samples/4, longTurns*uint32(s.r.guard.resident))
 	}
-	return c.id, c.any
+	return c
 }
 
 // worth orders what leaves. What leaves DRAM for a drive is not lost, so it goes in LRU's order: that keeps chains together. Else the leaves of many chains would go down, each with copies of

@@ -94,11 +94,28 @@ func TestTwoTiers(t *testing.T) {
 		if two.NVMe == 0 || two.Promoted != two.NVMe || two.Demoted == 0 || two.Released == 0 {
 			t.Errorf("%s: nothing went down or came up: %+v", p, two)
 		}
+		if two.Demoted > 2*two.Stored { // blocks that take each other's place on the drive
+			t.Errorf("%s: %d blocks written for %d stored", p, two.Demoted, two.Stored)
+		}
 		if two.HitRatio() < 0.88*one.HitRatio() {
 			t.Errorf("%s: %d+%d blocks %.4f, as one tier %.4f", p, n, 4*n, two.HitRatio(), one.HitRatio())
 		}
 		if again := run1(t, tr, n, 4*n, p); again != two {
 			t.Errorf("%s: %+v and %+v", p, two, again)
+		}
+	}
+}
+
+// Where almost everything fits, what is idle is written once.
+func TestIdleSettles(t *testing.T) {
+	tr := excerpt(t)
+	for _, p := range []string{"lru", "s3fifo", "reuse"} {
+		r, err := Run(tr, Config{DRAM: tr.Unique() / 5, NVMe: tr.Unique() * 7 / 10, Policy: p, Down: tiers.Down{Idle: 30 * time.Second, High: down.High, Low: down.Low}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if r.Demoted > r.Stored*3/2 {
+			t.Errorf("%s: %d blocks written for %d stored", p, r.Demoted, r.Stored)
 		}
 	}
 }

@@ -131,7 +131,7 @@ func (r *run) down(d tiers.Down) {
 	for {
 		plan := r.ledger.PlanDown(r.now, d, planMax)
 		r.commit(plan)
-		if len(plan.List) == 0 {
+		if len(plan.List) == 0 && !plan.More {
 			return
 		}
 	}
