@@ -2,6 +2,7 @@ package daemon
 
 import (
 	"compress/gzip"
+	"errors"
 	"fmt"
 	"io"
 	"math"
@@ -14,6 +15,7 @@ import (
 	"github.com/kvferry/kvferry"
 	pb "github.com/kvferry/kvferry/proto/kvferry/v1"
 	"github.com/kvferry/kvferry/standin"
+	"github.com/kvferry/kvferry/tiers/nvme"
 	"github.com/kvferry/kvferry/tiers/policy"
 	"github.com/kvferry/kvferry/tiers/replay"
 )
@@ -385,4 +387,30 @@ func TestSlowerThanComputing(t *testing.T) {
 	if got := found(0); got != 40 {
 		t.Errorf("not known: %d blocks of the drive count", got)
 	}
+}
+
+// One file under two names is one drive: the second name is refused, and nothing of the first is harmed. Growing a drive beyond its file system costs nothing that it has, and its wear outlives a kill.
+func TestDriveFileOddities(t *testing.T) {
+	dir := t.TempDir()
+	cfg := nvme.Config{Path: filepath.Join(dir, "a"), Bytes: 34 << 20, SlabBytes: 8 << 20}
+	d, _, err := nvme.Open(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Link(cfg.Path, filepath.Join(dir, "b")); err != nil {
+		t.Fatal(err)
+	}
+	other := cfg
+	other.Path = filepath.Join(dir, "b")
+	if _, _, err := nvme.Open(other); !errors.Is(err, nvme.ErrLocked) {
+		t.Fatalf("the same file under another name: %v", err)
+	}
+	if err := d.Close(); err != nil {
+		t.Fatal(err)
+	}
+	cfg.Bytes, cfg.Reserve = 42<<20, 1<<60 // more than any file system has
+	if d, _, err = nvme.Open(cfg); err != nil || d.Slabs() != 4 || len(d.Notes()) == 0 {
+		t.Fatalf("grown beyond what there is: %v", err)
+	}
+	_ = d.Close()
 }

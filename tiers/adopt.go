@@ -73,7 +73,12 @@ func (l *Ledger) adoptSome(now time.Time, id StoreID, found []pool.Resident) (ke
 	for _, r := range found {
 		switch {
 		case r.Aside:
-			l.setAsideLocked(now, makeSlotRef(st.first+r.Slab, r.Slot))
+			// The time counts from the read, however often daemons were started since; clocks jump.
+			if since := now.Sub(time.UnixMilli(int64(min(r.Header.StoredMs, uint64(now.UnixMilli()))))); since < driveTimeout {
+				l.setAsideLocked(makeSlotRef(st.first+r.Slab, r.Slot), now.Add(driveTimeout-since))
+			} else {
+				st.slots.Clear(r.Slab, r.Slot)
+			}
 		case l.adoptLocked(now, st, r):
 			kept++
 		default:
@@ -138,28 +143,29 @@ func (l *Ledger) rebuildFreeLocked(c *class) {
 }
 
 // setAsideLocked keeps a free slot out of use for as long as a device may write there.
-func (l *Ledger) setAsideLocked(now time.Time, s SlotRef) {
+func (l *Ledger) setAsideLocked(s SlotRef, until time.Time) {
 	m := l.slot(s)
 	l.slotEventLocked(m, slotFill)
 	l.slotEventLocked(m, slotAbort)
 	i, _ := s.split()
 	l.slabs[i].used++
 	l.storeOf(s).usedBytes += l.slabs[i].slotBytes
-	l.apart = append(l.apart, setAside{s, now.Add(driveTimeout)})
+	l.apart = append(l.apart, setAside{s, until})
 }
 
 func (l *Ledger) expireAsideLocked(now time.Time) {
-	n := 0
-	for ; n < len(l.apart) && !l.apart[n].until.After(now); n++ {
-		s := l.apart[n].slot
-		i, _ := s.split()
-		st, slab, slot := l.local(s)
-		l.slotEventLocked(l.slot(s), slotQuiet)
+	l.apart = slices.DeleteFunc(l.apart, func(a setAside) bool {
+		if a.until.After(now) {
+			return false
+		}
+		i, _ := a.slot.split()
+		st, slab, slot := l.local(a.slot)
+		l.slotEventLocked(l.slot(a.slot), slotQuiet)
 		st.slots.Clear(slab, slot)
 		l.slabs[i].used--
 		st.usedBytes -= l.slabs[i].slotBytes
 		c := l.class(st, l.slabs[i].slotBytes)
-		c.free = append(c.free, s)
-	}
-	l.apart = append(l.apart[:0], l.apart[n:]...)
+		c.free = append(c.free, a.slot)
+		return true
+	})
 }

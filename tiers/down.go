@@ -25,7 +25,7 @@ const leaveMax = 4096
 // walkedMax bounds the ancestors that are looked at before the next part.
 const walkedMax = 1 << 18
 
-// budget bounds what is written to the drives over time: a bucket that holds a day's share of an hour.
+// budget bounds what is written to the drives over time: a bucket that holds an hour's share. It begins with a minute's: daemons that die again and again must not begin with a full one each time.
 type budget struct {
 	rate   float64 // bytes/s; 0: no bound
 	tokens float64
@@ -37,7 +37,7 @@ func (l *Ledger) SetWriteBudget(now time.Time, bytesPerDay uint64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	rate := float64(bytesPerDay) / (24 * 3600)
-	l.budget = budget{rate: rate, tokens: rate * 3600, last: now}
+	l.budget = budget{rate: rate, tokens: rate * 60, last: now}
 }
 
 // admitLocked decides whether a block may be written.

@@ -97,9 +97,11 @@ func (l *Ledger) beginPromoteLocked(now time.Time, space SpaceRef, shard uint16,
 		m.Fill = Fill{Block: l.blockLocked(id), Place: l.beginLocked(s, id, shard, e.shape.ShardBytes)}
 		m.Header = l.headerLocked(now, l.slot(s))
 		m.Header.CRC32C = m.From.CRC32C
-		if f, ok := l.stores[poolStore].slots.(interface{ MarkFromDrive(slab, slot int) }); ok {
+		if f, ok := l.stores[poolStore].slots.(interface {
+			MarkFromDrive(slab, slot int, nowMs uint64)
+		}); ok {
 			_, slab, slot := l.local(s)
-			f.MarkFromDrive(slab, slot)
+			f.MarkFromDrive(slab, slot, uint64(now.UnixMilli()))
 		}
 		out.List[n], out.At[n] = m, out.At[k]
 		n++

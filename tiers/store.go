@@ -95,6 +95,18 @@ func (l *Ledger) local(s SlotRef) (st *store, slab, slot int) {
 	return st, i - st.first, k
 }
 
+// DrivesFit tells whether shards of a space fit into the slabs of some drive; true where there is none.
+func (l *Ledger) DrivesFit(ref SpaceRef) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, st := range l.stores[1:] {
+		if st.slots.SlotsPerSlab(l.spaces[ref].slotBytes) > 0 {
+			return true
+		}
+	}
+	return len(l.stores) == 1
+}
+
 // SetOpen closes a drive that is in trouble, or opens it again: while it is closed nothing is moved there, and blocks that only it has are not found. What it has stays in the book.
 func (l *Ledger) SetOpen(id StoreID, open bool) {
 	l.mu.Lock()

@@ -122,6 +122,10 @@ func (s *Session) useSpace(space kvferry.Space) error {
 			}
 			return invalid("hello.regions.planes", "%v", err)
 		}
+		if !s.m.cfg.Ledger.DrivesFit(ref) {
+			s.log.Warn("blocks of this engine will not go to the drives: a shard does not fit into nvme.slab", "shard_bytes", shape.ShardBytes)
+			s.m.cfg.Counters.Add("drives", "slab_too_small", 1)
+		}
 	}
 	s.spaces[id] = ref
 	s.order = append(s.order, id)

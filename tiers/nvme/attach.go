@@ -69,6 +69,7 @@ func (d *Drive) adopt() ([]pool.Resident, error) {
 	d.generation = old.limit
 	d.sequence = old.sequence
 	d.counters.lifetime.Store(old.written)
+	d.wear = old.written
 	d.slabs = make([]slab, n)
 	keep, err := d.scan()
 	if err != nil {

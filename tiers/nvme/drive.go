@@ -32,6 +32,7 @@ type Drive struct {
 	generation uint64 // the highest that was given out; even
 	limit      uint64 // none above it is in the file; durable
 	sequence   uint64 // of the state block
+	wear       uint64 // bytes written in the file's life, as that was noted last
 	slabs      []slab
 	inFlight   map[uint32]*inFlight // slots that are being written
 	book       bookLog

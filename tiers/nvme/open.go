@@ -63,7 +63,14 @@ func openFile(cfg Config) (p place, dev Device, err error) {
 	if err != nil {
 		return p, nil, err
 	}
-	if err = fit(meta, cfg, &p.notes); err == nil {
+	// The file itself is locked too: it may have other names. No descriptor of it is handed out.
+	if err = unix.Flock(int(meta.Fd()), unix.LOCK_EX|unix.LOCK_NB); errors.Is(err, unix.EWOULDBLOCK) {
+		err = fmt.Errorf("%w, under another name", ErrLocked)
+	}
+	if err == nil {
+		err = fit(meta, cfg, &p.notes)
+	}
+	if err == nil {
 		dev, err = newFileDevice(meta, cfg)
 	}
 	if err != nil {
@@ -140,7 +147,7 @@ func fit(f *os.File, cfg Config, notes *[]string) error {
 	}
 	want := fileBytes(n, s.slabBytes)
 	if uint64(st.Size()) != want {
-		*notes = append(*notes, fmt.Sprintf("the file had %d bytes, has %d now", st.Size(), want))
+		*notes = append(*notes, fmt.Sprintf("the file has %d bytes, is to have %d", st.Size(), want))
 	}
 	if uint64(st.Size()) > want {
 		// First the superblock: slabs that are cut off must not be believed when the file grows again.
@@ -155,7 +162,12 @@ func fit(f *os.File, cfg Config, notes *[]string) error {
 			return fmt.Errorf("shrink to %d bytes: %w", want, err)
 		}
 	}
-	return allocate(f, want, cfg)
+	err = allocate(f, want, cfg)
+	if errors.Is(err, ErrNoSpace) && uint64(st.Size()) < want { // what it has is not lost for that
+		*notes = append(*notes, fmt.Sprintf("it stays as long as it is: %v", err))
+		return nil
+	}
+	return err
 }
 
 // allocate reserves every block of the file, so that no write ever fails for lack of space.

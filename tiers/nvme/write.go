@@ -41,6 +41,7 @@ func (d *Drive) Write(ctx context.Context, batch []WriteOp) {
 	}
 	w.since = d.epoch()
 	w.payloads()
+	d.noteWear()
 	if d.mutate&noPayloadSync == 0 {
 		w.stage(func() error { return d.commit(w.since) })
 	}
@@ -51,6 +52,19 @@ func (d *Drive) Write(ctx context.Context, batch []WriteOp) {
 		if batch[i].Err == nil {
 			d.counters.write(uint64(len(batch[i].Payload)), took)
 		}
+	}
+}
+
+// wearStep is how much is written before the count of it is written too, with whatever is written next: so much a crash may lose.
+const wearStep = 64 << 20
+
+// noteWear has the bytes written in the file's life written down now and then.
+func (d *Drive) noteWear() {
+	written := d.counters.lifetime.Load()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if written-d.wear >= wearStep {
+		d.wear, d.state = written, true
 	}
 }
 

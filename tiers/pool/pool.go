@@ -304,10 +304,11 @@ func putHeader(h []byte, hd Header) {
 	}
 }
 
-// MarkFromDrive notes that a device fills the slot: a later daemon must not use it before the device is done.
-func (p *Pool) MarkFromDrive(slab, slot int) {
+// MarkFromDrive notes that a device fills the slot, and since when: a later daemon must not use it before the device is done.
+func (p *Pool) MarkFromDrive(slab, slot int, nowMs uint64) {
 	h := p.header(slab, slot)
 	h[fromDriveAt] = 1
+	binary.LittleEndian.PutUint64(h[128:], nowMs)
 	sealHeader(h, binary.LittleEndian.Uint64(h))
 }
 
@@ -379,7 +380,6 @@ func (p *Pool) scan() []Resident {
 				keep = append(keep, Resident{Slab: i, Slot: k, Header: h})
 			} else if ok && h.State == StateFilling && h.FromDrive {
 				keep = append(keep, Resident{Slab: i, Slot: k, Header: h, Aside: true})
-				p.dropped++
 			} else if !ok || h.State != StateFree {
 				p.dropped++
 			}

@@ -285,12 +285,12 @@ func TestAside(t *testing.T) {
 	p, _ := open(t, c)
 	p.FormatSlab(0, 8192)
 	p.Fill(0, 1)
-	p.MarkFromDrive(0, 1)
+	p.MarkFromDrive(0, 1, 77)
 	p.Fill(0, 2)
 	_ = p.Close()
 	for range 2 {
 		q, found := open(t, c)
-		if len(found) != 1 || !found[0].Aside || found[0].Slot != 1 {
+		if len(found) != 1 || !found[0].Aside || found[0].Slot != 1 || found[0].Header.StoredMs != 77 {
 			t.Fatalf("found %+v", found)
 		}
 		_ = q.Close()

@@ -67,6 +67,8 @@ func Run(t *Trace, cfg Config) (Result, error) {
 	if cfg.DRAM < 1 || cfg.NVMe < 0 {
 		return Result{}, fmt.Errorf("dram %d, nvme %d blocks: must be at least 1 and 0", cfg.DRAM, cfg.NVMe)
 	}
+	most := 2*t.Unique() + 1024 // more room than that is as good as just so much
+	cfg.DRAM, cfg.NVMe = min(cfg.DRAM, most), min(cfg.NVMe, most)
 	p, err := policy.New(cfg.Policy, cfg.DRAM+cfg.NVMe)
 	if err != nil {
 		return Result{}, err
