@@ -32,10 +32,14 @@ $(VENV)/installed: python/pyproject.toml python/setup.py $(wildcard csrc/copyshi
 
 .PHONY: test
 test: build lint check-generated $(VENV)/installed ## what a change must pass: linters, Go tests with the race detector, Python tests (at most 8 minutes)
-	$(GO) test -race -timeout 6m $$($(GO) list ./... | grep -vE '/(policy|replay)$$')
+	$(GO) test -race -timeout 6m $$($(GO) list ./... | grep -vE '/(policy|replay|nvme|sim|process)$$')
 	$(GO) test -timeout 6m ./tiers/policy ./tiers/replay ./tiers/nvme
 	$(GO) test -count=1 ./daemon/sim -args -seeds 200
 	$(VENV)/bin/python -m pytest -q -m 'not vllm' python/tests
+
+.PHONY: test-crash
+test-crash: build ## real processes that are killed, frozen and cut off, over real files; the simulation and the drives with the race detector
+	$(GO) test -race -count=1 -timeout 12m ./standin/process ./daemon/sim ./tiers/nvme
 
 .PHONY: race
 race: build ## Go tests with the race detector
