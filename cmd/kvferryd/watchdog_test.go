@@ -267,10 +267,15 @@ func TestHeartbeat(t *testing.T) {
 		}
 	}
 	beat() // before the daemon serves
-	go h.ready(func() { probing <- struct{}{} })
+	ready := make(chan struct{})
+	go func() {
+		defer close(ready)
+		h.ready(func() { probing <- struct{}{} })
+	}()
 	if got := <-sent; got != "READY=1" {
 		t.Error(got)
 	}
+	<-ready
 	ticks <- time.Time{}
 	select {
 	case <-sent:
