@@ -1,7 +1,6 @@
 package main
 
 import (
-	"encoding/binary"
 	"fmt"
 	"runtime"
 	"time"
@@ -36,7 +35,7 @@ func (b *bench) index() error {
 	now := time.Now()
 	prompts := indexBlocks / matchBlocks
 	for n := range prompts {
-		fills := l.BeginFill(now, ref, 0, cheapChain(uint64(n)))
+		fills := l.BeginFill(now, ref, 0, tierstest.CheapChain(uint64(n), matchBlocks))
 		l.Commit(now, fills, make([]uint32, len(fills)))
 	}
 	runtime.GC()
@@ -44,7 +43,7 @@ func (b *bench) index() error {
 	var took []time.Duration
 	found := true
 	for i := range matchTimes {
-		hashes := tierstest.Pack(cheapChain(uint64(i * 7919 % prompts)))
+		hashes := tierstest.Pack(tierstest.CheapChain(uint64(i*7919%prompts), matchBlocks))
 		start := time.Now()
 		r := l.Match(now, 1, "bench", ref, hashes, now.Add(time.Minute))
 		took = append(took, time.Since(start))
@@ -55,19 +54,4 @@ func (b *bench) index() error {
 	b.results = append(b.results, result{Name: "index_memory_10m", Value: perBlock, Unit: "B/block", Limit: indexBytesTarget, Ratio: indexBytesTarget / perBlock, Verified: found, note: "the target", target: 1})
 	runtime.KeepAlive(l)
 	return nil
-}
-
-// cheapChain is a chain whose hashes look random and cost nothing.
-func cheapChain(name uint64) []tiers.Block {
-	out := make([]tiers.Block, matchBlocks)
-	var parent kvferry.Hash
-	for i := range out {
-		var h kvferry.Hash
-		binary.LittleEndian.PutUint64(h[:], (name*1_000_003+uint64(i)+1)*0x9e3779b97f4a7c15)
-		binary.LittleEndian.PutUint64(h[8:], name)
-		binary.LittleEndian.PutUint64(h[16:], uint64(i))
-		out[i] = tiers.Block{Hash: h, Parent: parent}
-		parent = h
-	}
-	return out
 }

@@ -1,7 +1,6 @@
 package tiers_test
 
 import (
-	"encoding/binary"
 	"runtime"
 	"testing"
 	"time"
@@ -28,14 +27,14 @@ func BenchmarkMatch(b *testing.B) {
 	}
 	now := time.Now()
 	for n := range blocks / prompt {
-		fills := l.BeginFill(now, ref, 0, cheapChain(uint64(n), prompt))
+		fills := l.BeginFill(now, ref, 0, tierstest.CheapChain(uint64(n), prompt))
 		l.Commit(now, fills, make([]uint32, len(fills)))
 	}
 	runtime.GC()
 	runtime.ReadMemStats(&after)
 	var asked [][]byte
 	for n := range 64 {
-		asked = append(asked, tierstest.Pack(cheapChain(uint64(n*(blocks/prompt)/64), prompt)))
+		asked = append(asked, tierstest.Pack(tierstest.CheapChain(uint64(n*(blocks/prompt)/64), prompt)))
 	}
 	i := 0
 	for b.Loop() {
@@ -46,19 +45,4 @@ func BenchmarkMatch(b *testing.B) {
 	}
 	// The slots of tierstest keep headers on the heap, which a pool has in its file: 184 bytes a slot that are not the ledger's.
 	b.ReportMetric(float64(after.HeapAlloc-before.HeapAlloc)/float64(blocks)-184, "B/block")
-}
-
-// cheapChain is a chain whose hashes look random and cost nothing.
-func cheapChain(name uint64, n int) []tiers.Block {
-	out := make([]tiers.Block, n)
-	var parent kvferry.Hash
-	for i := range out {
-		var h kvferry.Hash
-		binary.LittleEndian.PutUint64(h[:], (name*1_000_003+uint64(i)+1)*0x9e3779b97f4a7c15)
-		binary.LittleEndian.PutUint64(h[8:], name)
-		binary.LittleEndian.PutUint64(h[16:], uint64(i))
-		out[i] = tiers.Block{Hash: h, Parent: parent}
-		parent = h
-	}
-	return out
 }

@@ -111,6 +111,21 @@ func Chain(name uint64, n int) []tiers.Block {
 	return out
 }
 
+// CheapChain is a chain like Chain's, whose hashes look random and cost nothing: for millions of blocks.
+func CheapChain(name uint64, n int) []tiers.Block {
+	out := make([]tiers.Block, n)
+	var parent kvferry.Hash
+	for i := range out {
+		var h kvferry.Hash
+		binary.LittleEndian.PutUint64(h[:], (name*1_000_003+uint64(i)+1)*0x9e3779b97f4a7c15)
+		binary.LittleEndian.PutUint64(h[8:], name)
+		binary.LittleEndian.PutUint64(h[16:], uint64(i))
+		out[i] = tiers.Block{Hash: h, Parent: parent}
+		parent = h
+	}
+	return out
+}
+
 // Pack puts the hashes of blocks into one list.
 func Pack(blocks []tiers.Block) []byte {
 	out := make([]byte, 0, len(blocks)*kvferry.HashSize)
