@@ -48,7 +48,7 @@ class ApiServer:
         env = {**os.environ, **ENVIRONMENT, "KVFERRY_SOCKET": daemon.engine_socket, "VLLM_SERVER_DEV_MODE": "1"}
         del env["VLLM_ENABLE_V1_MULTIPROCESSING"]
         with open(self.log_path, "wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env, process_group=0)
 
     def wait(self) -> "ApiServer":
         wait_for(self._up, START_TIMEOUT_S, f"the API server serves; see {self.log_path}")

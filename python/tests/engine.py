@@ -85,7 +85,8 @@ class Engine:
                 stderr=log,
                 env=env,
                 pass_fds=[write],
-                start_new_session=True,
+                # No session of its own: it would be scheduled as a group, and ranks that spin in sched_yield starve other groups for seconds.
+                process_group=0,
             )
         os.close(write)
         self._answers = os.fdopen(read, "rb", buffering=0)
