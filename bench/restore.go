@@ -14,8 +14,7 @@ import (
 	"github.com/kvferry/kvferry/standin/process"
 )
 
-// restoreWindow is what one round restores: more than the pool keeps of it, so that every round comes from the drive.
-const restoreWindow = 512 << 20
+const restoreWindow = driveWindow // of one round; as much as fio moves, of which the durations are compared
 
 // restores measures how long a Load takes whose blocks lie on a drive only: drive, pool, worker. The limit is its slowest device, which is the drive: fio on a file beside it, in pairs.
 func (b *bench) restores(ctx context.Context) error {
