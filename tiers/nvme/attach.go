@@ -71,7 +71,7 @@ func (d *Drive) adopt() ([]pool.Resident, error) {
 	d.counters.lifetime.Store(old.written)
 	d.wear = old.written
 	d.slabs = make([]slab, n)
-	keep, err := d.scan()
+	keep, err := d.scan(old.settled)
 	if err != nil {
 		return nil, err
 	}
@@ -80,6 +80,9 @@ func (d *Drive) adopt() ([]pool.Resident, error) {
 		d.generation += lostStates
 	}
 	d.generation = (d.generation + 3) &^ 1
+	if err := d.noteSettled(d.book.round - 1); err != nil { // before anything is logged
+		return nil, err
+	}
 	d.mu.Lock()
 	d.state = true
 	d.mu.Unlock()

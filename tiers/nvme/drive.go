@@ -243,7 +243,7 @@ const (
 	noEpoch                            // a failed sync of somebody else's is none of a batch's business
 	noFloor                            // headers from before a slab was cut are believed
 	noPending                          // a Write does not wait for what was noted before it
-	anyRound                           // the log's halves are believed whatever their rounds
 	reuseEarly                         // half of the log is used again though what it says may not be in place
+	noSettled                          // the state block does not say what of the log is in place
 	smallLog                           // no rule: the log has few blocks, so that it turns often
 )

@@ -14,8 +14,8 @@ const (
 	NoEpoch       = noEpoch
 	NoFloor       = noFloor
 	NoPending     = noPending
-	AnyRound      = anyRound
 	ReuseEarly    = reuseEarly
+	NoSettled     = noSettled
 	SmallLog      = smallLog
 )
 

@@ -86,6 +86,7 @@ type state struct {
 	sequence uint64 // the copy with the higher one counts
 	limit    uint64 // no generation above it is anywhere in the file
 	written  uint64 // bytes written to the drive in its life, as far as it was noted
+	settled  uint64 // what the log said up to this round is in place
 }
 
 func (s state) encode(id driveID) []byte {
@@ -95,6 +96,7 @@ func (s state) encode(id driveID) []byte {
 	binary.LittleEndian.PutUint64(b[16:], s.limit)
 	binary.LittleEndian.PutUint64(b[24:], s.written)
 	copy(b[32:48], id[:])
+	binary.LittleEndian.PutUint64(b[48:], s.settled)
 	seal(b)
 	return b
 }
@@ -103,8 +105,8 @@ func parseState(b []byte, id driveID) (state, bool) {
 	if len(b) < stateBytes || binary.LittleEndian.Uint64(b) != stateMagic || !sealed(b[:stateBytes]) || driveID(b[32:48]) != id {
 		return state{}, false
 	}
-	s := state{sequence: binary.LittleEndian.Uint64(b[8:]), limit: binary.LittleEndian.Uint64(b[16:]), written: binary.LittleEndian.Uint64(b[24:])}
-	return s, s.limit < generationMax
+	s := state{sequence: binary.LittleEndian.Uint64(b[8:]), limit: binary.LittleEndian.Uint64(b[16:]), written: binary.LittleEndian.Uint64(b[24:]), settled: binary.LittleEndian.Uint64(b[48:])}
+	return s, s.limit < generationMax && s.settled < generationMax
 }
 
 // slabHeader says how a slab is cut. A free one has slotBytes 0.

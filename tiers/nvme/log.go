@@ -15,10 +15,11 @@ import (
 //
 //	half 0: round 6, complete: being brought in place, or there already     half 1: round 7, being written
 //
-// A round's blocks go to half (round mod 2), one after the other, each written once. A half is used again only when all that it says is in place durably. So at
-// any crash the tables with the records of the older half and then of the newer one over them, in their order, are what was last said of each slot. Blocks are
-// believed or not each for itself: after a failed sync there may be holes, even a round that is nothing but a hole, and what was lost in them is said again, or
-// failed.
+// A round's blocks go to half (round mod 2), one after the other, each written once. A half is used again only when all that it says is in place durably, and
+// the state block says so: a crash may leave a part of it beside nothing of what overwrote the rest, and records without those that came after them say what is
+// not so any more. So at any crash the tables with the records of the older half and then of the newer one over them, in their order, are what was last said of
+// each slot. Blocks are believed or not each for itself: after a failed sync there may be holes, even a round that is nothing but a hole, and what was lost in
+// them is said again, or failed.
 const (
 	logAt       = 64 << 10
 	logHalf     = 960 << 10
@@ -42,13 +43,14 @@ type record struct {
 
 // bookLog is the log as the running daemon knows it. Writing it takes Drive.order; mu is needed for the halves.
 type bookLog struct {
-	round  uint64
-	next   int // block of the round's half
-	blocks int // of a half that are used
-	halves [2]logHalfState
+	round   uint64
+	next    int    // block of the round's half
+	blocks  int    // of a half that are used
+	settled uint64 // up to this round, the state block says durably, all is in place
+	halves  [2]logHalfState
 }
 
-func newBookLog() bookLog { return bookLog{round: 2, blocks: logBlocks} } // 0 is none
+func newBookLog() bookLog { return bookLog{round: 2, blocks: logBlocks, settled: 1} } // 0 is none
 
 // logHalfState is one half.
 type logHalfState struct {
@@ -145,8 +147,8 @@ func (d *Drive) parseBlock(b []byte, index int) (round uint64, list []record, ok
 	return round, list, true
 }
 
-// turn goes on to the other half, and brings what the full one says in place. The caller holds order. It waits for a sync only where the other half has been
-// filled faster than anybody has synced.
+// turn goes on to the other half, and brings what the full one says in place. The caller holds order. It waits for a sync, and for two where the other half has
+// been filled faster than anybody has synced.
 func (d *Drive) turn() error {
 	d.mu.Lock()
 	other := &d.book.halves[(d.book.round+1)%2]
@@ -170,12 +172,40 @@ func (d *Drive) turn() error {
 		*other = logHalfState{}
 		d.mu.Unlock()
 	}
+	if err := d.noteSettled(d.book.round - 1); err != nil {
+		return err
+	}
 	full := &d.book.halves[d.book.round%2]
 	d.book.round++
 	d.book.next = 0
 	if err := d.apply(full); err != nil {
 		d.counters.writeErrors.Add(1) // it is in the log, and is tried again before that is needed
 	}
+	return nil
+}
+
+// noteSettled has the state block say that all up to a round is in place, which it is. The caller holds order, or d is the caller's alone.
+func (d *Drive) noteSettled(round uint64) error {
+	if d.book.settled >= round || d.mutate&noSettled != 0 {
+		return nil
+	}
+	d.mu.Lock()
+	d.sequence++
+	s, at, since := d.stateLocked(d.generation+limitStep), statesAt[d.sequence%2], d.failures
+	s.settled = round
+	d.mu.Unlock()
+	if err := d.dev.WriteAt(s.encode(d.id), at); err != nil {
+		return fmt.Errorf("%w: write the state block: %w", ErrDevice, err)
+	}
+	if err := d.syncs.sync(d); err != nil {
+		return err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.failures != since {
+		return fmt.Errorf("%w: a sync failed meanwhile", ErrDevice)
+	}
+	d.book.settled, d.limit = round, max(d.limit, s.limit)
 	return nil
 }
 
@@ -241,8 +271,8 @@ func (d *Drive) writePlaced(list []placed) error {
 	return nil
 }
 
-// replay brings in place what a daemon before has left in the log. The slabs are known, and d is the caller's alone.
-func (d *Drive) replay() error {
+// replay brings in place what a daemon before has left in the log, and the state block does not call settled. The slabs are known, and d is the caller's alone.
+func (d *Drive) replay(settled uint64) error {
 	var rounds [2]uint64
 	var found [2][]record
 	buf := make([]byte, 64<<10)
@@ -255,7 +285,7 @@ func (d *Drive) replay() error {
 				}
 			}
 			round, list, ok := d.parseBlock(b, i)
-			if !ok || round%2 != uint64(half) || round < rounds[half] || round >= generationMax {
+			if !ok || round%2 != uint64(half) || round <= settled || round < rounds[half] || round >= generationMax {
 				continue
 			}
 			if round > rounds[half] { // what comes before is of the time before the half was used again
@@ -268,12 +298,9 @@ func (d *Drive) replay() error {
 	if rounds[0] > rounds[1] {
 		older = 1
 	}
-	d.book = bookLog{round: max(rounds[0], rounds[1]) + 1, blocks: logBlocks}
+	d.book = bookLog{round: max(rounds[0], rounds[1], settled) + 1, blocks: logBlocks, settled: settled}
 	if d.mutate&smallLog != 0 {
 		d.book.blocks = 2
-	}
-	if rounds[older]+1 != rounds[1-older] && d.mutate&anyRound == 0 {
-		found[older] = nil // nothing of the round between has come to the drive: this one is in place for long, and what came after it as well
 	}
 	list := d.placesLocked(append(found[older], found[1-older]...))
 	if len(list) == 0 {

@@ -45,7 +45,7 @@ func TestMutations(t *testing.T) {
 	for name, m := range map[string]nvme.Mutation{
 		"no checksum": nvme.NoChecksum, "header before payload": nvme.HeaderFirst, "no tombstone": nvme.NoTombstone, "no sync of payloads": nvme.NoPayloadSync,
 		"headers from before a slab was cut": nvme.NoFloor, "no tombstone before reuse": nvme.NoPending,
-		"log halves of any round": nvme.AnyRound, "half of the log used too early": nvme.ReuseEarly,
+		"half of the log used too early": nvme.ReuseEarly, "parts of a half that was used again": nvme.NoSettled,
 	} {
 		t.Run(name, func(t *testing.T) {
 			for n := uint64(1); n <= 400; n++ {

@@ -185,7 +185,7 @@ func (d *Drive) writeNoted() (uint64, error) {
 }
 
 func (d *Drive) stateLocked(limit uint64) state {
-	return state{sequence: d.sequence, limit: limit, written: d.counters.lifetime.Load()}
+	return state{sequence: d.sequence, limit: limit, written: d.counters.lifetime.Load(), settled: d.book.settled}
 }
 
 // takeLocked moves what is noted into one writing.

@@ -21,8 +21,8 @@ type scanned struct {
 }
 
 // scan rebuilds the slabs from their tables and answers what is worth keeping. Anything may stand in the file: what is not wholly right is a free slot.
-// The caller owns d alone.
-func (d *Drive) scan() ([]pool.Resident, error) {
+// settled is the state block's. The caller owns d alone.
+func (d *Drive) scan(settled uint64) ([]pool.Resident, error) {
 	found := make([]scanned, len(d.slabs))
 	if err := d.eachSlab(func(i int, buf *[]byte) error { return d.scanSlabHeader(i, &found[i], buf) }); err != nil {
 		return nil, err
@@ -30,7 +30,7 @@ func (d *Drive) scan() ([]pool.Resident, error) {
 	for i := range found {
 		d.cutLocked(i, found[i].header)
 	}
-	if err := d.replay(); err != nil {
+	if err := d.replay(settled); err != nil {
 		return nil, err
 	}
 	if err := d.eachSlab(func(i int, buf *[]byte) error { return d.scanTable(i, &found[i], buf) }); err != nil {
