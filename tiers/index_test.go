@@ -69,3 +69,27 @@ func TestFindBatch(t *testing.T) {
 		}
 	}
 }
+
+// A record that is free looks like one of a block whose hash is zero, and is none.
+func TestFindBatchFreeRecord(t *testing.T) {
+	x := newIndex(&records{})
+	var ids [3]recordID
+	for i := range ids {
+		ids[i] = x.recs.add()
+		x.recs.at(ids[i]).hash = testHash(1, uint64(i))
+		x.insert(ids[i])
+	}
+	for _, id := range ids[1:] {
+		x.remove(id)
+		x.recs.remove(id)
+	}
+	asked := make([]byte, 4*kvferry.HashSize) // all but the first are zero, up to numbers that were never given
+	h := testHash(1, 0)
+	copy(asked, h[:])
+	got := make([]recordID, 4)
+	x.findBatch(0, 0, asked[:kvferry.HashSize], got[:1])
+	x.findBatch(0, got[0], asked[kvferry.HashSize:], got[1:])
+	if want := [4]recordID{ids[0]}; [4]recordID(got) != want {
+		t.Errorf("%v, want %v", got, want)
+	}
+}
