@@ -12,7 +12,7 @@ import (
 	"github.com/kvferry/kvferry/tiers/pool"
 )
 
-// BenchmarkAdopt measures what a daemon's start takes over a pool that an earlier one left full of blocks of 64 KiB, mapped, scanned and in the ledger: s/16GiB is to be below 1.
+// BenchmarkAdopt measures what a daemon's start takes over a pool that an earlier one left full of blocks of 64 KiB, scanned and in the ledger, while its pages are being mapped: s/16GiB is to be below 1.
 func BenchmarkAdopt(b *testing.B) {
 	const size = 2 << 30
 	dir, err := os.MkdirTemp("/dev/shm", "kvferry-bench-")

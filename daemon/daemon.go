@@ -140,12 +140,29 @@ func (d *Daemon) openPool() error {
 	}
 	p, found, err := pool.Open(pool.Config{
 		Path: d.cfg.Pool.Path, Bytes: uint64(d.cfg.Pool.Size), SlabBytes: uint64(d.cfg.Pool.Slab), BootID: strings.TrimSpace(string(boot)),
+		MapFirst: len(d.cfg.NVMe.Drives) > 0, // io_uring pins it when a drive is opened
 	})
 	if err != nil {
 		return err
 	}
 	d.pool = p
+	d.wg.Go(d.awaitMapped)
 	return d.openTiers(found)
+}
+
+// awaitMapped tells of an adopted pool that could not be mapped beforehand: it works, and its first copies are slower.
+func (d *Daemon) awaitMapped() {
+	start := time.Now()
+	select {
+	case <-d.ctx.Done():
+		return
+	case <-d.pool.Mapped():
+	}
+	if err := d.pool.MapError(); err != nil {
+		d.log.Warn("pool is not mapped beforehand", "error", err)
+	} else if d.pool.Adopted() {
+		d.log.Info("pool is mapped", "took", time.Since(start))
+	}
 }
 
 func (d *Daemon) makeParts() {

@@ -165,7 +165,7 @@ func (l *Ledger) Pin(now time.Time, owner Owner, space SpaceRef, shard uint16, h
 	}
 	n := len(hashes) / kvferry.HashSize
 	ids := make([]recordID, n)
-	l.index.findBatch(space, hashes, ids)
+	l.index.findBatch(space, 0, hashes, ids)
 	res := PinResult{Places: make([]Place, n)}
 	h := &hold{owner: owner, until: until}
 	if until.IsZero() {

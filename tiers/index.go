@@ -146,34 +146,68 @@ func (x *index) is(id recordID, space SpaceRef, h *kvferry.Hash) bool {
 	return r.hash == *h && r.space == space
 }
 
-// findBatch looks len(out) hashes up. It goes over a group of them step by step, so that the processor waits for the cache misses of all at once and not for one after the other.
-func (x *index) findBatch(space SpaceRef, hashes []byte, out []recordID) {
-	const group = 64
+// findBatch looks len(out) hashes up, mostly those of a chain: of one that goes on after a record, where that is not 0. What was stored together was given numbers one after the other, so the block
+// after one that was found is looked for in the next record first: that costs no random access at all. The others go over the tables, more at once where that does not help.
+func (x *index) findBatch(space SpaceRef, after recordID, hashes []byte, out []recordID) {
+	for at, n := 0, groupMin; at < len(out); {
+		followed := x.follow(after, space, hashes[at*kvferry.HashSize:], out[at:])
+		at += followed
+		if followed >= groupMin {
+			n = groupMin
+		}
+		n = min(n, len(out)-at)
+		x.probe(space, hashes[at*kvferry.HashSize:], out[at:at+n])
+		at += n
+		after = out[at-1]
+		n = min(2*n, group)
+	}
+}
+
+// follow finds the first of these hashes in the records after one, as far as they lie there, and answers how many. A record that is free has no hash.
+func (x *index) follow(id recordID, space SpaceRef, hashes []byte, out []recordID) int {
+	if id == 0 {
+		return 0
+	}
+	for i := range out {
+		id++
+		h := (*kvferry.Hash)(hashes[i*kvferry.HashSize:])
+		if id >= x.recs.next || !x.is(id, space, h) || h.IsZero() {
+			return i
+		}
+		out[i] = id
+	}
+	return len(out)
+}
+
+// group is how many look-ups wait for memory together at most, groupMin at first.
+const (
+	group    = 64
+	groupMin = 8
+)
+
+// probe looks up to a group of hashes up in the tables, step by step, so that the processor waits for the cache misses of all at once and not for one after the other.
+func (x *index) probe(space SpaceRef, hashes []byte, out []recordID) {
 	var places [group]uint64
 	var sink entry
-	for base := 0; base < len(out); base += group {
-		n := min(group, len(out)-base)
-		for i := range n {
-			v := x.place(space, hashes[(base+i)*kvferry.HashSize:])
-			places[i] = v
-			if t := &x.tables[v>>56]; t.live > 0 {
-				sink += t.slots[v&uint64(len(t.slots)-1)]
-			}
+	for i := range out {
+		v := x.place(space, hashes[i*kvferry.HashSize:])
+		places[i] = v
+		if t := &x.tables[v>>56]; t.live > 0 {
+			sink += t.slots[v&uint64(len(t.slots)-1)]
 		}
-		ids := out[base : base+n]
-		for i := range ids {
-			ids[i] = 0
-			if t := &x.tables[places[i]>>56]; t.live > 0 {
-				e, _ := t.candidate(places[i], places[i])
-				ids[i] = e.id()
-				sink += entry(x.recs.at(ids[i]).space)
-			}
+	}
+	for i := range out {
+		out[i] = 0
+		if t := &x.tables[places[i]>>56]; t.live > 0 {
+			e, _ := t.candidate(places[i], places[i])
+			out[i] = e.id()
+			sink += entry(x.recs.at(out[i]).space)
 		}
-		for i, id := range ids {
-			h := (*kvferry.Hash)(hashes[(base+i)*kvferry.HashSize:])
-			if id != 0 && !x.is(id, space, h) {
-				ids[i] = x.find(space, h) // two hashes with one tag
-			}
+	}
+	for i, id := range out {
+		h := (*kvferry.Hash)(hashes[i*kvferry.HashSize:])
+		if id != 0 && !x.is(id, space, h) {
+			out[i] = x.find(space, h) // two hashes with one tag
 		}
 	}
 	x.sink += uint64(sink)

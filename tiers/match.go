@@ -67,7 +67,11 @@ search:
 	for base := 0; base < n; base += step {
 		k := min(step, n-base)
 		found = slices.Grow(found, k)[:base+k]
-		l.index.findBatch(space, hashes[base*kvferry.HashSize:], found[base:])
+		after := recordID(0)
+		if base > 0 {
+			after = found[base-1]
+		}
+		l.index.findBatch(space, after, hashes[base*kvferry.HashSize:], found[base:])
 		for i, id := range found[base:] {
 			if id == 0 || !l.isComplete(l.recs.at(id)) {
 				found = found[:base+i]
@@ -120,7 +124,7 @@ func (l *Ledger) OnDrive(space SpaceRef, shard uint16, hashes []byte) (at []int)
 		return nil
 	}
 	ids := make([]recordID, len(hashes)/kvferry.HashSize)
-	l.index.findBatch(space, hashes, ids)
+	l.index.findBatch(space, 0, hashes, ids)
 	for i, id := range ids {
 		if id == 0 || l.recs.at(id).in[policy.NVMe] == 0 {
 			continue

@@ -6,20 +6,21 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"runtime"
-	"sync"
 	"syscall"
 
 	"golang.org/x/sys/unix"
 )
 
 // Open maps the pool, making the file where it is not there, and returns the slots that were adopted from an earlier daemon of this boot.
-// All memory is allocated before it returns: what the machine cannot give is an error at start, never a SIGBUS later.
+// All memory is allocated before it returns: what the machine cannot give is an error at start, never a SIGBUS later. That of an adopted file is mapped behind its back (touch.go): Mapped tells when.
 func Open(cfg Config) (*Pool, []Resident, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, nil, err
 	}
 	cfg.Bytes = slabsAt + (cfg.Bytes-slabsAt)/cfg.SlabBytes*cfg.SlabBytes
+	if cfg.populate == nil {
+		cfg.populate = populate
+	}
 	p := &Pool{cfg: cfg, slabs: make([]slab, (cfg.Bytes-slabsAt)/cfg.SlabBytes)}
 	keep, err := p.open()
 	if err != nil {
@@ -53,12 +54,24 @@ func (p *Pool) open() (keep []Resident, err error) {
 		if err := p.mapFile(); err != nil {
 			return nil, err
 		}
-		keep = p.scan()
+		if p.cfg.MapFirst {
+			if err := touchAll(p.mem); err != nil {
+				return nil, err
+			}
+		}
+		if keep, err = p.scan(); err != nil {
+			return nil, err
+		}
 	} else if err := p.create(); err != nil {
 		return nil, err
 	}
-	p.readOnly, err = openOwn(p.cfg.Path, os.O_RDONLY)
-	return keep, err
+	if p.readOnly, err = openOwn(p.cfg.Path, os.O_RDONLY); err != nil {
+		return nil, err
+	}
+	if p.adopted && !p.cfg.MapFirst {
+		p.touching = startTouching(p.mem, p.cfg.populate)
+	}
+	return keep, nil
 }
 
 // openOwn is OpenOwn for a pool.
@@ -176,6 +189,9 @@ func (p *Pool) create() error {
 		err = p.mapFile()
 	}
 	if err == nil {
+		err = touchAll(p.mem)
+	}
+	if err == nil {
 		p.generation = firstGeneration()
 		p.writeSuper()
 		err = os.Rename(unfinished, p.cfg.Path)
@@ -192,34 +208,15 @@ func (p *Pool) mapFile() error {
 		return fmt.Errorf("map %d bytes: %w", p.cfg.Bytes, err)
 	}
 	p.mem = mem
-	return p.touch()
-}
-
-// touch maps all pages now, on all cores, so that the first copies do not pay for it.
-func (p *Pool) touch() error {
-	n := runtime.GOMAXPROCS(0)
-	part := (len(p.mem)/n + 2<<20) &^ (2<<20 - 1)
-	errs := make([]error, n)
-	var wg sync.WaitGroup
-	for i := range n {
-		lo, hi := min(i*part, len(p.mem)), min((i+1)*part, len(p.mem))
-		if lo == hi {
-			continue
-		}
-		wg.Go(func() {
-			err := unix.Madvise(p.mem[lo:hi], unix.MADV_POPULATE_WRITE)
-			if err != nil && !errors.Is(err, unix.EINVAL) { // kernels before 5.14 do not know it
-				errs[i] = fmt.Errorf("touch pages: %w", err)
-			}
-		})
-	}
-	wg.Wait()
-	return errors.Join(errs...)
+	return nil
 }
 
 // Close unmaps the pool and keeps the file for the next daemon.
 func (p *Pool) Close() error {
 	var errs []error
+	if p.touching != nil {
+		p.touching.end()
+	}
 	if p.mem != nil {
 		p.writeFloor()
 		errs = append(errs, unix.Munmap(p.mem))

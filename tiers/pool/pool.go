@@ -68,6 +68,9 @@ type Config struct {
 	Bytes     uint64 // of the file; rounded down to whole slabs
 	SlabBytes uint64 // a power of two, 2 MiB .. 64 MiB
 	BootID    string // of this boot of the machine: a file of another boot is made anew
+	MapFirst  bool   // map all of an adopted file before Open returns: for who pins its pages at once, which would map them on one core
+
+	populate func(part []byte) error // nil: the kernel's; of an adopted pool, for tests
 }
 
 // Validate names the first key that is wrong.
@@ -98,6 +101,7 @@ type Pool struct {
 	adopted  bool
 	cold     string // why nothing was adopted
 	dropped  int    // slots of an adopted file that were not worth keeping
+	touching *touching
 	// generation is at least as high as any that a slot of this file ever had.
 	generation uint64
 }
@@ -358,7 +362,7 @@ type Resident struct {
 }
 
 // scan rebuilds the slabs of an adopted file. Every generation is raised above the old maximum, so that whoever still maps the file from before finds none that it was given.
-func (p *Pool) scan() []Resident {
+func (p *Pool) scan() ([]Resident, error) {
 	var keep []Resident
 	highest := p.generation
 	for i := range p.slabs {
@@ -370,6 +374,9 @@ func (p *Pool) scan() []Resident {
 			continue
 		}
 		p.slabs[i] = p.geometry(i, slotBytes, int(n))
+		if err := populate(p.mem[p.slabs[i].headersAt:][:TableBytes(n)]); err != nil { // at once: a fault for each page takes longer
+			return nil, err
+		}
 		for k := range int(n) {
 			h, ok := ParseHeader(p.header(i, k))
 			// A torn header's generation may be anything; it is not trusted, and the slot gets a new one below.
@@ -401,7 +408,7 @@ func (p *Pool) scan() []Resident {
 			atomic.StoreUint64((*uint64)(unsafe.Pointer(&h[0])), p.generation)
 		}
 	}
-	return keep
+	return keep, nil
 }
 
 // firstGeneration is random, so that the bytes of a payload are no generation even where a slab was formatted differently.
