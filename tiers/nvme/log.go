@@ -298,7 +298,9 @@ func (d *Drive) replay(settled uint64) error {
 	if rounds[0] > rounds[1] {
 		older = 1
 	}
-	d.book = bookLog{round: max(rounds[0], rounds[1], settled) + 1, blocks: logBlocks, settled: settled}
+	// No round is written twice, also none of which nothing is seen: two torn writes of a block can make up what was in neither. The last daemon has begun at most
+	// the second one after what was settled.
+	d.book = bookLog{round: max(rounds[0], rounds[1], settled+2) + 1, blocks: logBlocks, settled: settled}
 	if d.mutate&smallLog != 0 {
 		d.book.blocks = 2
 	}
