@@ -86,7 +86,7 @@ func (b *bench) drive(ctx context.Context, dir, name string, slotBytes uint64, s
 		return err
 	}
 	defer r.d.Close()
-	f := fio{path: filepath.Join(dir, "fio-"+name), blockBytes: slotBytes}
+	f := fio{path: filepath.Join(dir, "fio-"+name), blockBytes: slotBytes, depth: driveDepth}
 	if err := f.prepare(ctx); err != nil {
 		return err
 	}
@@ -234,6 +234,7 @@ func (r *driveRig) read(ctx context.Context, round int) (time.Duration, error) {
 type fio struct {
 	path       string
 	blockBytes uint64
+	depth      int // I/Os in flight
 }
 
 // prepare writes its file once: what was only allocated takes longer to be written.
@@ -245,7 +246,7 @@ func (f fio) prepare(ctx context.Context) error {
 // run moves a window, every block of it once, with a fdatasync each so many writes.
 func (f fio) run(ctx context.Context, how string, syncEach int) (time.Duration, error) {
 	args := []string{"--name=x", "--filename=" + f.path, fmt.Sprintf("--size=%d", driveWindow), fmt.Sprintf("--bs=%d", f.blockBytes), "--rw=" + how, "--ioengine=io_uring", "--direct=1",
-		fmt.Sprintf("--iodepth=%d", driveDepth), "--output-format=json"}
+		fmt.Sprintf("--iodepth=%d", f.depth), "--output-format=json"}
 	if syncEach > 0 {
 		args = append(args, fmt.Sprintf("--fdatasync=%d", syncEach))
 	}

@@ -14,7 +14,11 @@ import (
 	"github.com/kvferry/kvferry/standin/process"
 )
 
-const restoreWindow = driveWindow // of one round; as much as fio moves, of which the durations are compared
+const (
+	restoreWindow    = driveWindow // of one round; as much as fio moves, of which the durations are compared
+	restoreDepth     = 32          // of each transfer; fio has as many I/Os in flight as all of them
+	restoreTransfers = 2
+)
 
 // restores measures how long a Load takes whose blocks lie on a drive only: drive, pool, worker. The limit is its slowest device, which is the drive: fio on a file beside it, in pairs.
 func (b *bench) restores(ctx context.Context) error {
@@ -50,7 +54,7 @@ func (b *bench) restore(ctx context.Context, c testCase) error {
 	defer os.Remove(poolPath)
 	n, err := process.StartNode(ctx, process.NodeConfig{
 		Daemon: b.daemon, Name: "bench-restore", Dir: filepath.Join(dir, "node"), PoolPath: poolPath, PoolBytes: pools, SlabBytes: 64 << 20, Listen: "127.0.0.1",
-		Extra: fmt.Sprintf("nvme: {reserve: 0, drives: [{path: %s, size: 768MiB}]}\ndram: {idle: 0s}\n", filepath.Join(dir, "drive")),
+		Extra: fmt.Sprintf("nvme: {depth: %d, transfers: %d, reserve: 0, drives: [{path: %s, size: 768MiB}]}\ndram: {idle: 0s}\n", restoreDepth, restoreTransfers, filepath.Join(dir, "drive")),
 	})
 	if err != nil {
 		return err
@@ -75,7 +79,7 @@ func (b *bench) restore(ctx context.Context, c testCase) error {
 	if s, err := w.Store(ctx, batches(all, hashes, parents)...); err != nil || s.Stored != blocks {
 		return fmt.Errorf("stored %d of %d blocks: %s %w", s.Stored, blocks, s.Reason, err)
 	}
-	f := fio{path: filepath.Join(dir, "fio"), blockBytes: c.shape.ShardBytes()}
+	f := fio{path: filepath.Join(dir, "fio"), blockBytes: c.shape.ShardBytes(), depth: restoreDepth * restoreTransfers}
 	if err := f.prepare(ctx); err != nil {
 		return err
 	}
@@ -105,7 +109,7 @@ func (b *bench) restore(ctx context.Context, c testCase) error {
 			ours, limit = append(ours, r.Took), append(limit, took)
 		}
 	}
-	b.paired("restore_"+c.name, restoreWindow, ours, limit, "the drive: fio randread, io_uring, O_DIRECT", verified)
+	b.paired("restore_"+c.name, restoreWindow, ours, limit, fmt.Sprintf("the drive: fio randread, io_uring, O_DIRECT, depth %d", restoreDepth*restoreTransfers), verified)
 	return nil
 }
 

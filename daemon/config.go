@@ -149,7 +149,7 @@ func DefaultConfig() Config {
 		Sockets: SocketsConfig{Dir: "/run/kvferry", AllowUIDs: slices.Compact([]uint32{0, uint32(os.Geteuid())})},
 		Pool:    PoolConfig{Path: "/dev/shm/kvferry.pool", Slab: 64 << 20},
 		DRAM:    DRAMConfig{Idle: Duration(5 * time.Minute), OnIdle: "copy", High: 0.95, Low: 0.90},
-		NVMe:    NVMeConfig{Slab: 64 << 20, Reserve: 1 << 30, Engine: nvme.EngineAuto, Depth: 32, Transfers: 4},
+		NVMe:    NVMeConfig{Slab: 64 << 20, Reserve: 1 << 30, Engine: nvme.EngineAuto, Depth: 32, Transfers: 2},
 		Policy:  policy.Default,
 		Adopt:   AdoptConfig{Check: "headers"},
 		Peer:    PeerConfig{ListenConfig{Listen: "127.0.0.1:7400"}, privateNetworks},

@@ -146,7 +146,9 @@ func (d *Daemon) openPool() error {
 		return err
 	}
 	d.pool = p
-	d.wg.Go(d.awaitMapped)
+	if p.Adopted() && len(d.cfg.NVMe.Drives) == 0 {
+		d.wg.Go(d.awaitMapped)
+	}
 	return d.openTiers(found)
 }
 
@@ -160,7 +162,7 @@ func (d *Daemon) awaitMapped() {
 	}
 	if err := d.pool.MapError(); err != nil {
 		d.log.Warn("pool is not mapped beforehand", "error", err)
-	} else if d.pool.Adopted() {
+	} else {
 		d.log.Info("pool is mapped", "took", time.Since(start))
 	}
 }

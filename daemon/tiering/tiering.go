@@ -24,7 +24,7 @@ import (
 
 const (
 	// transferBytes is about how much one transfer moves: what has come is used while the rest is under way, and syncs are shared by so much.
-	transferBytes = 8 << 20
+	transferBytes = 16 << 20
 	// downBytesMax bounds what is on its way down to one drive.
 	downBytesMax = 64 << 20
 	// planMax bounds the blocks that one tick plans, and with them the time that the ledger's mutex is held.

@@ -23,7 +23,7 @@ type Drive struct {
 	mutate   mutation
 	syncs    syncer
 
-	// order is held while metadata is written, so that what is noted later is written later. It is taken before mu. Nobody waits for a sync with it.
+	// order is held while metadata is written, so that what is noted later is written later. It is taken before mu. turn waits for syncs with it; who syncs never takes it.
 	order sync.Mutex
 
 	mu         sync.Mutex

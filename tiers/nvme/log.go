@@ -298,11 +298,14 @@ func (d *Drive) replay(settled uint64) error {
 	if rounds[0] > rounds[1] {
 		older = 1
 	}
-	// No round is written twice, also none of which nothing is seen: two torn writes of a block can make up what was in neither. The last daemon has begun at most
-	// the second one after what was settled.
-	d.book = bookLog{round: max(rounds[0], rounds[1], settled+2) + 1, blocks: logBlocks, settled: settled}
+	// No round is written twice, also none of which nothing is seen: two torn writes of a block can make up what was in neither. A daemon has begun at most the
+	// second round after what was settled, and what is seen is above that, or the state block was lost.
+	d.book = bookLog{round: max(rounds[0], rounds[1], settled) + 3, blocks: logBlocks, settled: settled}
 	if d.mutate&smallLog != 0 {
 		d.book.blocks = 2
+	}
+	if settled == 0 && rounds[older]+1 != rounds[1-older] {
+		found[older] = nil // what is settled is not known; the rounds of a daemon that ran follow each other, so this one is of before
 	}
 	list := d.placesLocked(append(found[older], found[1-older]...))
 	if len(list) == 0 {

@@ -212,13 +212,8 @@ func (d *Drive) takeLocked() written {
 	return w
 }
 
-// writeAll writes one writing: slab headers and state in place, tombstones to the log. The caller holds order.
+// writeAll writes one writing: slab headers in place, tombstones to the log, and the state. The caller holds order.
 func (d *Drive) writeAll(w written, state []byte, stateAt int64) error {
-	if w.state {
-		if err := d.dev.WriteAt(state, stateAt); err != nil {
-			return err
-		}
-	}
 	var tombs []record
 	for _, s := range w.slabs {
 		if s.header {
@@ -230,7 +225,10 @@ func (d *Drive) writeAll(w written, state []byte, stateAt int64) error {
 			tombs = append(tombs, record{s.slab, slot, s.generation, nil})
 		}
 	}
-	return d.appendLog(tombs)
+	if err := d.appendLog(tombs); err != nil || !w.state {
+		return err
+	}
+	return d.dev.WriteAt(state, stateAt) // the last: the log may have written and synced the other copy
 }
 
 // next is the first bit of set that is not below from; -1 when there is none.

@@ -162,6 +162,9 @@ func (p *Pool) resize() error {
 		if err := unix.Fallocate(int(p.file.Fd()), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, int64(p.cfg.Bytes), beyond); err != nil {
 			return fmt.Errorf("give %d bytes back: %w", beyond, err)
 		}
+		if st, err = p.file.Stat(); err != nil { // what it has now is what is missing
+			return err
+		}
 	}
 	return p.reserve(st)
 }
