@@ -94,7 +94,8 @@ func TestDaemonInTrouble(t *testing.T) {
 				interrupt()
 			}
 			err := <-done
-			if took := time.Since(begin); c.interrupt && took > 5*time.Second {
+			// A frozen daemon is waited for, and killed; not for as long as transfers have.
+			if took := time.Since(begin); c.interrupt && took > 20*time.Second {
 				t.Errorf("took %s", took)
 			}
 			want := c.want
