@@ -138,15 +138,16 @@ func (d *Daemon) openPool() error {
 	if err != nil {
 		return fmt.Errorf("read boot id: %w", err)
 	}
+	mapFirst := len(d.cfg.NVMe.Drives) > 0 // io_uring pins it when a drive is opened
 	p, found, err := pool.Open(pool.Config{
 		Path: d.cfg.Pool.Path, Bytes: uint64(d.cfg.Pool.Size), SlabBytes: uint64(d.cfg.Pool.Slab), BootID: strings.TrimSpace(string(boot)),
-		MapFirst: len(d.cfg.NVMe.Drives) > 0, // io_uring pins it when a drive is opened
+		MapFirst: mapFirst,
 	})
 	if err != nil {
 		return err
 	}
 	d.pool = p
-	if p.Adopted() && len(d.cfg.NVMe.Drives) == 0 {
+	if p.Adopted() && !mapFirst {
 		d.wg.Go(d.awaitMapped)
 	}
 	return d.openTiers(found)

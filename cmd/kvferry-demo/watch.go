@@ -14,7 +14,7 @@ const (
 	watchTick    = 250 * time.Millisecond
 	answerWithin = 2 * time.Second // of a daemon, when nothing moves
 	closeWithin  = time.Second / 2 // of workers, at the end
-	stopWithin   = 3 * time.Second // of daemons, after the workers: together less than five seconds
+	stopWithin   = 2 * time.Second // of daemons, after the workers: with the rest less than five seconds, also on a busy machine
 )
 
 var errInterrupted = errors.New("interrupted")

@@ -41,7 +41,7 @@ type record struct {
 	header     []byte // encoded; nil for a tombstone
 }
 
-// bookLog is the log as the running daemon knows it. Writing it takes Drive.order; mu is needed for the halves.
+// bookLog is the log as the running daemon knows it. Writing it takes Drive.order; mu is needed for the halves, and to change settled.
 type bookLog struct {
 	round   uint64
 	next    int    // block of the round's half
