@@ -91,6 +91,7 @@ test-vllm: build ## the connector with the real engine: the part that CI runs
 .PHONY: long
 long: build $(VENV)/installed ## what takes longer than CI may: the rest of the vLLM tests, more seeds, longer fuzzing, a daemon killed 200 times, a soak of SOAK (default 20m)
 	$(GO) test -count=1 -timeout 20m ./tiers -args -seeds 5000
+	$(GO) test -count=1 -timeout 20m ./tiers/policy -run TestAgainstLRU -args -seeds 40
 	$(GO) test -count=1 -timeout 30m ./tiers/nvme -args -seeds 10000 -kills 200
 	$(GO) test -count=1 -timeout 60m ./daemon/sim -args -seeds 10000
 	$(GO) test -count=1 -timeout 20m -run 'TestDaemonKilledUnderLoad|TestFlips' -v ./standin/process -args -daemon-kills 200 -flip-rounds 60

@@ -71,5 +71,6 @@ func BenchmarkRefresh(b *testing.B) {
 	}
 	for b.Loop() {
 		p.lives.refresh()
+		p.lives.drop(1 << 20)
 	}
 }

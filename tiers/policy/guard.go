@@ -1,5 +1,7 @@
 package policy
 
+import "math"
+
 const (
 	// loan is what LRU's hits count against this policy's own: it may do worse by so much while it learns.
 	loan = 0.994
@@ -7,66 +9,97 @@ const (
 	loanDrives = 0.96
 	// What it has gained counts up to this part of the blocks, so that a change of load cannot use up the gain of a day.
 	creditMax = 0.5
-	// It starts with as much, of the blocks that the node has room for once they are there,
-	startCredit = 0.03
-	// and comes back from LRU's order with so much, twice as much after each try that has failed.
-	returnCredit = 0.01
-	failedMax    = 6
+	// It takes the lead with so much credit, of the blocks, at least,
+	creditLead = 0.005
+	// and when what its order would have hit more than LRU's is no chance: so many standard deviations, of blocks, and of requests, where no request counts for more than a mean one does.
+	sureBlocks   = 2.5
+	sureRequests = 3
+	// Beyond these, so many mean requests: of the first few the deviation says nothing.
+	sureMore = 2
+	// After 1/(1-fade) look-ups that hit something what they told counts a third.
+	fade = 0.999
 )
 
-// guard asks what LRU would have hit in the same room, and gives its order the lead when it has done better.
+// guard asks, look-up by look-up, what LRU would have hit in the same room and what this policy's own order would have hit (shadow.go), and gives the lead to its own when that has proved better, and
+// as long as what was really hit does not fall behind LRU.
 //
-// No second cache is needed for that: LRU has the blocks that were used last, as many as fit, and each block's last use is known, also of those that have left.
+// No second cache is needed for LRU: it has the blocks that were used last, as many as fit, and each block's last use is known, also of those that have left.
 type guard struct {
 	resident int
-	most     int    // that were resident at once
-	since    uint32 // LRU has what was used since then
 	drives   bool
-	credit   float64
-	lru      bool
-	failed   int // tries that have ended in LRU's order, since one that did not
-	both     int // blocks of this look-up that LRU would have had as well
-	hits     int // that LRU would have had in all
+	since    [rooms]uint32 // in such a room LRU has what was used since then
+	look     look
+	credit   float64 // hits beyond LRU's, less the loan
+	follows  bool    // LRU's order
+	// What its own order would have hit more than LRU's, since it follows.
+	blocks, requests, whole evidence
+	sum                     look // of all look-ups; tests look at it
 }
 
-// came counts a block that has come: the more there are, the more may be lent.
-func (g *guard) came() {
-	if g.resident++; g.resident > g.most {
-		g.most = g.resident
-		g.credit += startCredit
+// look is what a look-up has hit, and what would have been hit by LRU and by this policy's own order.
+type look struct {
+	hits     int
+	lru, own [rooms]int
+}
+
+// evidence is a sum that grows old.
+type evidence struct{ sum, squares float64 }
+
+func (e *evidence) add(d float64) {
+	e.sum = e.sum*fade + d
+	e.squares = e.squares*fade + d*d
+}
+
+// beyond is by how much it is above so many standard deviations.
+func (e *evidence) beyond(deviations float64) float64 { return e.sum - deviations*math.Sqrt(e.squares) }
+
+// begin accounts the look-up before, of requests with so many blocks in the mean, and finds out since when LRU has everything. Look-ups that hit nothing are accounted with the next that does: where little
+// is hit there is little to be sure of, and little to lose.
+func (g *guard) begin(l *lives, mean float64) {
+	if g.look.hits > 0 {
+		g.account(mean)
+		g.look = look{}
+	}
+	for i := range g.since {
+		g.since[i] = l.lastUsed(roomOf(i, g.resident))
 	}
 }
 
-// look finds out since when LRU has everything, before a look-up is accounted.
-func (g *guard) look(l *lives) {
-	room, now := g.resident, l.cohort(l.touches)
-	for age := range uint32(cohorts) {
-		n := int(l.open[(now-age)%cohorts])
-		if n > room {
-			began, span := (now-age)<<l.shift, uint32(1)<<l.shift
-			if age == 0 {
-				span = l.touches - began + 1
-			}
-			g.since = began + span - uint32(uint64(room)*uint64(span)/uint64(n))
-			return
+// ended notes lives that end with a use: of blocks that were found, or of some that had left.
+func (g *guard) ended(l *lives, of life, n int, found bool) {
+	if found {
+		g.look.hits += n
+	}
+	for i, since := range g.since {
+		if int32(of.since-since) >= 0 {
+			g.look.lru[i] += n
 		}
-		room -= n
-	}
-	g.since = (now - cohorts + 1) << l.shift
-}
-
-// found notes blocks that were found, used last at a time.
-func (g *guard) found(used uint32, n int) {
-	if int32(used-g.since) >= 0 {
-		g.both += n
+		if l.keeps(of, i) {
+			g.look.own[i] += n
+		}
 	}
 }
 
-// settle accounts a look-up that has found n blocks.
-func (g *guard) settle(n int) {
-	g.hits += g.both
-	g.pay(float64(n) - g.loan()*float64(g.both))
-	g.both = 0
+func (g *guard) account(mean float64) {
+	g.sum.hits += g.look.hits
+	ahead := 0
+	for i := range rooms {
+		g.sum.lru[i] += g.look.lru[i]
+		g.sum.own[i] += g.look.own[i]
+		ahead += g.look.own[i] - g.look.lru[i]
+	}
+	g.whole.add(float64(g.look.own[0] - g.look.lru[0]))
+	g.blocks.add(float64(ahead))
+	g.requests.add(max(min(float64(ahead), mean), -mean))
+	g.credit = min(g.credit+float64(g.look.hits)-g.loan()*float64(g.look.lru[0]), creditMax*float64(g.resident))
+	switch {
+	case g.follows && g.credit >= creditLead*float64(g.resident) && g.whole.sum >= 0 &&
+		g.blocks.beyond(sureBlocks) > 0 && g.requests.beyond(sureRequests) > sureMore*mean:
+		g.follows = false
+	case !g.follows && g.credit < 0:
+		g.follows = true
+		g.blocks, g.requests, g.whole = evidence{}, evidence{}, evidence{}
+	}
 }
 
 func (g *guard) loan() float64 {
@@ -74,26 +107,4 @@ func (g *guard) loan() float64 {
 		return loanDrives
 	}
 	return loan
-}
-
-// missed accounts a block that had left.
-func (g *guard) missed(used uint32) {
-	if int32(used-g.since) >= 0 {
-		g.hits++
-		g.pay(-g.loan())
-	}
-}
-
-func (g *guard) pay(credit float64) {
-	full := creditMax * float64(g.resident)
-	g.credit = min(g.credit+credit, full)
-	switch {
-	case g.lru && g.credit > returnCredit*float64(g.resident)*float64(int(1)<<g.failed):
-		g.lru = false
-	case !g.lru && g.credit < 0:
-		g.lru = true
-		g.failed = min(g.failed+1, failedMax)
-	case !g.lru && g.credit >= full/2:
-		g.failed = 0
-	}
 }

@@ -54,6 +54,9 @@ type cell struct {
 	lost    byAge          // ended out of sight
 	at, exp float64        // of the fit: hits, and hits expected
 	risk    byAge          // block-cohorts lived at an age
+	// Of the shadow, by room: cohorts that were dropped, a bit each, and the lives of the others by age.
+	dropped [cohorts]uint8
+	kept    [rooms]byAge
 }
 
 // lives learns how blocks are used again. It estimates the rate of use at each age (a hazard): uses there over time spent there, where lives that have not ended yet count for the time they had
@@ -67,7 +70,9 @@ type lives struct {
 	open    [cohorts]int32 // of all classes
 	cells   [classes]*cell
 	scores  [classes][bins + 1]float32 // by bin; the last one is of all that is older
-	wrong   bool                       // tests turn the order round
+	least   [rooms]float32             // worth of what the shadow keeps
+	spans   []span
+	wrong   bool // tests turn the order round
 }
 
 func (l *lives) init() {
@@ -93,13 +98,14 @@ func (l *lives) advance(n, resident int) {
 		l.open[from%cohorts] = 0
 		for _, c := range l.cells {
 			if c != nil {
-				c.open[from%cohorts] = 0
+				c.open[from%cohorts], c.dropped[from%cohorts] = 0, 0
 			}
 		}
 	}
 	if l.left -= n; l.left <= 0 {
 		l.left = max(touchesMin, 4<<l.shift)
 		l.refresh()
+		l.drop(resident)
 	}
 }
 
@@ -119,6 +125,11 @@ func (l *lives) widen() {
 			continue
 		}
 		double(&c.open)
+		var wide [cohorts]uint8
+		for age := range uint32(cohorts) {
+			wide[(at-age)>>1%cohorts] |= c.dropped[(at-age)%cohorts]
+		}
+		c.dropped = wide
 		for _, h := range []*byAge{&c.hits, &c.lost} {
 			var wide byAge
 			for b, n := range h {
@@ -167,23 +178,36 @@ func (l *lives) known(age uint32) bool { return age < cohorts<<l.shift }
 
 // worth is the score of a class at an age that is known.
 func (l *lives) worth(class uint8, age uint32) float32 {
-	b := binOf[age>>l.shift]
+	b := int(binOf[age>>l.shift])
 	from, to := uint32(binStart[b])<<l.shift, uint32(binStart[b+1])<<l.shift
-	x, y := l.scores[class][b], l.scores[class][b+1]
-	w := x + (y-x)*float32(age-from)/float32(to-from)
+	x, y := l.edge(class, b), l.edge(class, b+1)
+	return x + (y-x)*float32(age-from)/float32(to-from)
+}
+
+// edge is the score where a bin begins.
+func (l *lives) edge(class uint8, b int) float32 {
 	if l.wrong {
-		return -w
+		return -l.scores[class][b]
 	}
-	return w
+	return l.scores[class][b]
 }
 
 // expose counts the time that lives of a class have spent at each age, and lets what is old count less.
 func (l *lives) expose(c *cell) {
 	alive, now := 0.0, l.cohort(l.touches)
 	for b := bins - 1; b >= 0; b-- {
-		here := int32(0)
+		here, kept := int32(0), [rooms]int32{}
 		for age := binStart[b]; age < binStart[b+1]; age++ {
-			here += c.open[(now-uint32(age))%cohorts]
+			at := (now - uint32(age)) % cohorts
+			here += c.open[at]
+			for i := range kept {
+				if c.dropped[at]>>i&1 == 0 {
+					kept[i] += c.open[at]
+				}
+			}
+		}
+		for i, n := range kept {
+			c.kept[i][b] = float64(n)
 		}
 		c.hits[b] *= l.decay
 		c.lost[b] *= l.decay

@@ -22,6 +22,7 @@ func NewReuse(blocks int) *Reuse {
 	blocks = max(blocks, 1)
 	r := &Reuse{mean: 8, rng: 0x9e3779b97f4a7c15}
 	r.lives.init()
+	r.guard.follows = true
 	r.ghosts.init(blocks)
 	return r
 }
@@ -60,7 +61,7 @@ func (r *Reuse) lengthLevel(n int) int {
 func (r *Reuse) Hit(_ int64, t Table, found []ID, missed []byte) {
 	asked := len(found) + len(missed)/hashBytes
 	r.mean += (float64(asked) - r.mean) / 256
-	r.guard.look(&r.lives)
+	r.guard.begin(&r.lives, r.mean)
 	r.lives.advance(len(found), r.guard.resident)
 	turn, left := r.turn(t, found, missed)
 	kind := kindGrown
@@ -133,7 +134,6 @@ func (r *Reuse) found(t Table, found []ID, class uint8) {
 		}
 	}
 	r.used(run, same)
-	r.guard.settle(len(found))
 	r.lives.begin(class, own)
 	for uses, n := range shared {
 		r.lives.begin(classOf(kindShared, uses, 0), n)
@@ -143,14 +143,14 @@ func (r *Reuse) found(t Table, found []ID, class uint8) {
 // used ends the lives of blocks that were found.
 func (r *Reuse) used(l life, n int) {
 	if n > 0 {
+		r.guard.ended(&r.lives, l, n, true)
 		r.lives.end(l, n, true)
-		r.guard.found(l.since, n)
 	}
 }
 
 // New is Policy.
 func (r *Reuse) New(_ int64, m, parent *Meta, a Arrival) {
-	r.guard.came()
+	r.guard.resident++
 	r.lives.advance(1, r.guard.resident)
 	turn, length, kind := 0, 0, kindGrown
 	if parent != nil {
@@ -167,8 +167,8 @@ func (r *Reuse) New(_ int64, m, parent *Meta, a Arrival) {
 	length = max(length, r.lengthLevel(int(m.Depth)+1))
 	came := turn
 	if g, ok := r.ghosts.take(a.Hash); ok {
+		r.guard.ended(&r.lives, life{g.class, g.since}, 1, false)
 		r.lives.end(life{g.class, g.since}, 1, true)
-		r.guard.missed(g.since)
 		if k := kindOf(g.class); k != kindTail && k != kindShared {
 			came = cameOf(g.uses)
 		}
@@ -201,7 +201,7 @@ func (r *Reuse) random() uint64 {
 // worth is what a block promises: expected hits per touch of the clock. Only its order means something.
 func (r *Reuse) worth(m *Meta) float32 {
 	age := r.lives.touches - m.Used
-	if r.guard.lru || !r.lives.known(age) {
+	if r.guard.follows || !r.lives.known(age) {
 		return -float32(age)
 	}
 	return r.lives.worth(m.Class, age)

@@ -3,6 +3,8 @@ package policy
 const (
 	// samples is how many blocks are looked at to find one that leaves. More does not find better ones.
 	samples = 64
+	// looksAll is how many times as many are all looked at: small caches have no luck to spare, and their blocks are in the processor's.
+	looksAll = 4
 	// longTurns is for how long a Long block may go without a use before it is as good as any other, in touches for each block that the node keeps.
 	longTurns = 8
 )
@@ -151,7 +153,7 @@ func (s *sampleSet) worth(m *Meta) float32 {
 
 // look considers n blocks of a list that were used last at least so long ago; all of the list where that is no more.
 func (s *sampleSet) look(c *choice, ids []ID, n int, ago uint32) {
-	all := len(ids) <= n
+	all := len(ids) <= looksAll*n
 	if all {
 		n = len(ids)
 	}

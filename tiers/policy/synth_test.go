@@ -84,6 +84,12 @@ func chatFrom(seed uint64, requests int, start int64, again, thinkS float64) []r
 	return out[:requests]
 }
 
+// quickChat and slowChat: long conversations of fast talkers, short ones of slow ones.
+func quickChat(seed uint64, requests int) []request { return chatFrom(seed+77, requests, 1e9, 0.8, 20) }
+func slowChat(seed uint64, requests int) []request {
+	return chatFrom(seed+177, requests, 1e9, 0.5, 300)
+}
+
 // agents: a task asks again after seconds, many times, sometimes from an earlier step on, then never; all share tools' descriptions.
 func agents(seed uint64, requests int) []request {
 	rng := rand.New(rand.NewPCG(seed, 4))
@@ -130,4 +136,4 @@ func phases(seed uint64, requests int) []request {
 var synthetic = []struct {
 	name string
 	make func(seed uint64, requests int) []request
-}{{"zipf", zipfPrompts}, {"scan", scan}, {"chat", chat}, {"agents", agents}, {"phases", phases}}
+}{{"zipf", zipfPrompts}, {"scan", scan}, {"chat", chat}, {"quickChat", quickChat}, {"slowChat", slowChat}, {"agents", agents}, {"phases", phases}}
