@@ -44,3 +44,16 @@ func (d *Drive) Rings() (made, registered int) {
 	}
 	return made + 1, registered
 }
+
+// Occupy has the one ring that a drive has so far take other memory over, so that it can take no more.
+func (d *Drive) Occupy(memory []byte) error {
+	h, err := uringshim.Hold(memory)
+	if err != nil {
+		return err
+	}
+	defer h.Close()
+	u := d.dev.(*fileDevice).engine.(*uring)
+	l := <-u.ready
+	defer func() { u.ready <- l }()
+	return l.ring.Take(h)
+}

@@ -97,7 +97,7 @@ func forbidden(what string) error {
 		_, err = nvmetest.Read(context.Background(), d, 0, 0, h)
 	}
 	s := d.Stats()
-	fmt.Printf("engine=%s registered=%v why=%q\n", s.Engine, s.Registered, s.Why)
+	fmt.Printf("engine=%s registered=%v pinned=%d why=%q\n", s.Engine, s.Registered, pinnedKB(), s.Why)
 	err = errors.Join(err, d.Close())
 	cfg.Engine = nvme.EngineUring
 	d, _, e := nvme.Open(cfg)
@@ -112,9 +112,9 @@ func forbidden(what string) error {
 func TestForbidden(t *testing.T) {
 	for what, want := range map[string][]string{
 		"setup":    {"engine=threads registered=false", "no io_uring: io_uring_setup: operation not permitted", "refused=true"},
-		"register": {"engine=uring registered=false", "without registered memory: register memory: operation not permitted", "refused=false"},
-		"clone":    {"engine=uring registered=false", "without registered memory: take over registered memory: invalid argument", "refused=false"},
-		"pin":      {"engine=uring registered=false", "without registered memory: register memory: cannot allocate memory", "refused=false"},
+		"register": {"engine=uring registered=false pinned=0", "without registered memory: register memory: operation not permitted", "refused=false"},
+		"clone":    {"engine=uring registered=false pinned=0", "without registered memory: take over registered memory: invalid argument", "refused=false"},
+		"pin":      {"engine=uring registered=false pinned=0", "without registered memory: register memory: cannot allocate memory", "refused=false"},
 	} {
 		cmd := exec.Command(os.Args[0])
 		cmd.Env = append(os.Environ(), forbids+"="+what)
