@@ -71,6 +71,7 @@ func (b *bench) drives(ctx context.Context) error {
 // driveRig is one size's set-up.
 type driveRig struct {
 	d            *nvme.Drive
+	memory       *nvme.Memory
 	slots        [][2]int
 	headers      []pool.Header // by slot
 	slotBytes    uint64
@@ -85,7 +86,7 @@ func (b *bench) drive(ctx context.Context, dir, name string, slotBytes uint64, s
 	if err != nil {
 		return err
 	}
-	defer r.d.Close()
+	defer r.close()
 	f := fio{path: filepath.Join(dir, "fio-"+name), blockBytes: slotBytes, depth: driveDepth}
 	if err := f.prepare(ctx); err != nil {
 		return err
@@ -132,16 +133,23 @@ func (b *bench) drive(ctx context.Context, dir, name string, slotBytes uint64, s
 
 func newDriveRig(dir string, slotBytes uint64, source, into []byte) (*driveRig, error) {
 	n := driveWindow / int(slotBytes)
-	cfg := nvme.Config{Path: filepath.Join(dir, "ours"), SlabBytes: 64 << 20, Depth: driveDepth / driveMovers, Memory: source[:2*driveWindow]}
+	mapped := make(chan struct{})
+	close(mapped)
+	memory := nvme.NewMemory(source[:2*driveWindow], mapped)
+	cfg := nvme.Config{Path: filepath.Join(dir, "ours"), SlabBytes: 64 << 20, Depth: driveDepth / driveMovers, Memory: memory}
 	perSlab := pool.SlotsIn(cfg.SlabBytes, slotBytes)
 	slabs := (n + perSlab - 1) / perSlab
 	cfg.Bytes = 2<<20 + uint64(slabs)*cfg.SlabBytes
 	_ = os.Remove(cfg.Path)
 	d, _, err := nvme.Open(cfg)
 	if err != nil {
+		memory.Close()
 		return nil, err
 	}
-	r := &driveRig{d: d, slotBytes: slotBytes, source: source, into: into, headers: make([]pool.Header, n), random: rand.New(rand.NewPCG(slotBytes, 1))}
+	if d.Stats().Engine == nvme.EngineUring {
+		<-memory.Settled()
+	}
+	r := &driveRig{d: d, memory: memory, slotBytes: slotBytes, source: source, into: into, headers: make([]pool.Header, n), random: rand.New(rand.NewPCG(slotBytes, 1))}
 	for slab := range slabs {
 		for slot := range min(d.FormatSlab(slab, slotBytes), n-len(r.slots)) {
 			r.slots = append(r.slots, [2]int{slab, slot})
@@ -151,6 +159,11 @@ func newDriveRig(dir string, slotBytes uint64, source, into []byte) (*driveRig, 
 		r.crcs = append(r.crcs, copyshim.Checksum(0, r.block(source, i)))
 	}
 	return r, nil
+}
+
+func (r *driveRig) close() {
+	_ = r.d.Close()
+	r.memory.Close()
 }
 
 func (r *driveRig) block(of []byte, i int) []byte {

@@ -71,7 +71,7 @@ func (c *Config) validateDrives() error {
 }
 
 // drive is a drive's configuration. memory is the pool.
-func (c *Config) drive(d DriveConfig, memory []byte) nvme.Config {
+func (c *Config) drive(d DriveConfig, memory *nvme.Memory) nvme.Config {
 	return nvme.Config{
 		Path: d.Path, Bytes: uint64(d.Size), SlabBytes: uint64(c.NVMe.Slab), Reserve: uint64(c.NVMe.Reserve), Engine: c.NVMe.Engine, Depth: c.NVMe.Depth, Memory: memory,
 	}

@@ -62,6 +62,7 @@ type Daemon struct {
 	serving    bool // set once, before Start returns
 	lock       *os.File
 	pool       *pool.Pool
+	memory     *nvme.Memory // the pool's, for the drives
 	retrying   sync.Mutex
 	drivesMu   sync.Mutex // guards the next three, once Start has returned
 	drives     []*nvme.Drive
@@ -138,17 +139,19 @@ func (d *Daemon) openPool() error {
 	if err != nil {
 		return fmt.Errorf("read boot id: %w", err)
 	}
-	mapFirst := len(d.cfg.NVMe.Drives) > 0 // io_uring pins it when a drive is opened
 	p, found, err := pool.Open(pool.Config{
 		Path: d.cfg.Pool.Path, Bytes: uint64(d.cfg.Pool.Size), SlabBytes: uint64(d.cfg.Pool.Slab), BootID: strings.TrimSpace(string(boot)),
-		MapFirst: mapFirst,
 	})
 	if err != nil {
 		return err
 	}
 	d.pool = p
-	if p.Adopted() && !mapFirst {
+	d.memory = nvme.NewMemory(p.Bytes(), p.Mapped())
+	if p.Adopted() {
 		d.wg.Go(d.awaitMapped)
+	}
+	if len(d.cfg.NVMe.Drives) > 0 {
+		d.wg.Go(d.awaitRegistered)
 	}
 	return d.openTiers(found)
 }
@@ -165,6 +168,21 @@ func (d *Daemon) awaitMapped() {
 		d.log.Warn("pool is not mapped beforehand", "error", err)
 	} else {
 		d.log.Info("pool is mapped", "took", time.Since(start))
+	}
+}
+
+// awaitRegistered tells when io_uring has the pool registered, or that it works without.
+func (d *Daemon) awaitRegistered() {
+	start := time.Now()
+	select {
+	case <-d.ctx.Done():
+		return
+	case <-d.memory.Settled():
+	}
+	if err := d.memory.Err(); err != nil {
+		d.log.Warn("drives work without registered memory", "error", err)
+	} else {
+		d.log.Info("pool is registered", "after", time.Since(start))
 	}
 }
 

@@ -77,7 +77,7 @@ func (d *Daemon) awaitDrive(c DriveConfig) opened {
 		}
 		d.opening[c.Path] = result
 		go func() { // not waited for: only the device can end it
-			drive, found, err := nvme.Open(d.cfg.drive(c, d.pool.Bytes()))
+			drive, found, err := nvme.Open(d.cfg.drive(c, d.memory))
 			if err == nil && d.ctx.Err() != nil { // nobody takes it any more
 				err = errors.Join(context.Cause(d.ctx), drive.Close())
 			}
@@ -232,5 +232,8 @@ func (d *Daemon) closeTiers() {
 		if err := drive.Close(); err != nil {
 			d.log.Error("close drive", "path", d.driveNames[i], "error", err)
 		}
+	}
+	if d.memory != nil {
+		d.memory.Close()
 	}
 }

@@ -7,10 +7,18 @@
 #include <stdlib.h>
 #include <sys/uio.h>
 
-// The kernel takes no registered buffer that is longer.
-#define PIECE_BYTES (1ull << 30)
-// Nor more of them.
+// Memory is registered in pieces, by one call each: the kernel walks a piece with interrupts off, and whoever changes the process's address space on another core waits for it (ARCHITECTURE.md has figures).
+// The kernel's table of a piece has 16 bytes for each page, and a head, in memory of a power of two: just below 16 MiB it takes half of what it takes just above. A piece is longer only where there would be more
+// than the kernel takes; its longest is 1 GiB.
+#define PIECE_BYTES (15ull << 20)
+#define PIECE_BYTES_MAX (PIECE_BYTES << 6)
 #define PIECES_MAX (1u << 14)
+// IORING_REGISTER_CLONE_BUFFERS and its argument, of Linux 6.12. By other names: headers that know it have an enum and a struct of those.
+#define REGISTER_CLONE_BUFFERS 30
+struct clone_buffers {
+    uint32_t from, flags;
+    uint32_t rest[6]; // zeros: all buffers, to the same places
+};
 // How often a submission that the kernel refuses for another reason than lack of resources is tried.
 #define REFUSALS_MAX 3
 
@@ -27,7 +35,7 @@ struct uringshim_ring {
     flight *flights;
     unsigned *idle, idles;     // flights that are not under way, a stack
     unsigned *queued, queues;  // flights whose entry the kernel has not taken yet, oldest first
-    uint64_t base, registered; // memory that is registered
+    uint64_t base, registered, piece; // memory that is registered, and the length of its pieces
     bool fixed_file;
     int broken; // -errno: the kernel takes nothing from this ring any more
     int fd;
@@ -57,21 +65,59 @@ int uringshim_new(unsigned depth, int fd, uringshim_ring **out) {
     return 0;
 }
 
-int uringshim_register(uringshim_ring *r, uint64_t address, uint64_t length) {
-    uint64_t n = (length + PIECE_BYTES - 1) / PIECE_BYTES;
-    if (n == 0 || n > PIECES_MAX) return -EINVAL;
-    struct iovec *pieces = calloc(n, sizeof *pieces);
-    if (pieces == NULL) return -ENOMEM;
-    for (uint64_t i = 0; i < n; i++) {
-        uint64_t left = length - i * PIECE_BYTES;
-        pieces[i].iov_base = (void *)(uintptr_t)(address + i * PIECE_BYTES);
-        pieces[i].iov_len = left < PIECE_BYTES ? left : PIECE_BYTES;
+struct uringshim_holder {
+    struct io_uring ring;
+    uint64_t base, length, piece;
+    unsigned pieces, pinned;
+};
+
+int uringshim_hold(uint64_t address, uint64_t length, uringshim_holder **out) {
+    uint64_t piece = PIECE_BYTES;
+    while (piece < PIECE_BYTES_MAX && length > piece * PIECES_MAX) piece *= 2;
+    if (length == 0 || length > piece * PIECES_MAX) return -EINVAL;
+    uringshim_holder *h = calloc(1, sizeof *h);
+    if (h == NULL) return -ENOMEM;
+    int err = io_uring_queue_init(1, &h->ring, 0);
+    if (err < 0) {
+        free(h);
+        return err;
     }
-    int err = io_uring_register_buffers(&r->ring, pieces, (unsigned)n);
-    free(pieces);
+    h->base = address;
+    h->length = length;
+    h->piece = piece;
+    h->pieces = (unsigned)((length + piece - 1) / piece);
+    err = io_uring_register_buffers_sparse(&h->ring, h->pieces);
+    if (err < 0) {
+        uringshim_let_go(h);
+        return err;
+    }
+    *out = h;
+    return 0;
+}
+
+int uringshim_pin(uringshim_holder *h) {
+    if (h->pinned < h->pieces) {
+        uint64_t at = h->pinned * h->piece, left = h->length - at;
+        struct iovec v = {(void *)(uintptr_t)(h->base + at), left < h->piece ? left : h->piece};
+        int n = io_uring_register_buffers_update_tag(&h->ring, h->pinned, &v, NULL, 1);
+        if (n < 0) return n;
+        h->pinned++;
+    }
+    return h->pinned < h->pieces;
+}
+
+void uringshim_let_go(uringshim_holder *h) {
+    io_uring_queue_exit(&h->ring);
+    free(h);
+}
+
+int uringshim_take(uringshim_ring *r, const uringshim_holder *h) {
+    struct clone_buffers c = {.from = (uint32_t)h->ring.ring_fd};
+    int err = io_uring_register((unsigned)r->ring.ring_fd, REGISTER_CLONE_BUFFERS, &c, 1);
     if (err < 0) return err;
-    r->base = address;
-    r->registered = length;
+    r->base = h->base;
+    r->registered = h->length;
+    r->piece = h->piece;
     return 0;
 }
 
@@ -82,12 +128,12 @@ static void queue(uringshim_ring *r, unsigned i) {
     void *p = (void *)(uintptr_t)f->address;
     uint64_t from = f->address - r->base;
     bool fixed = f->address >= r->base && from < r->registered && f->length <= r->registered - from &&
-                 from / PIECE_BYTES == (from + f->length - 1) / PIECE_BYTES;
+                 from / r->piece == (from + f->length - 1) / r->piece;
     int fd = r->fixed_file ? 0 : r->fd;
     if (fixed && f->write)
-        io_uring_prep_write_fixed(sqe, fd, p, f->length, f->offset, (int)(from / PIECE_BYTES));
+        io_uring_prep_write_fixed(sqe, fd, p, f->length, f->offset, (int)(from / r->piece));
     else if (fixed)
-        io_uring_prep_read_fixed(sqe, fd, p, f->length, f->offset, (int)(from / PIECE_BYTES));
+        io_uring_prep_read_fixed(sqe, fd, p, f->length, f->offset, (int)(from / r->piece));
     else if (f->write)
         io_uring_prep_write(sqe, fd, p, f->length, f->offset);
     else

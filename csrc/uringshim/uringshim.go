@@ -62,11 +62,10 @@ func New(depth, fd int) (*Ring, error) {
 	return r, nil
 }
 
-// Register has the kernel keep the pages of memory at hand. Operations on other memory work as before, and all do when it fails.
-func (r *Ring) Register(memory []byte) error {
-	p := uint64(uintptr(unsafe.Pointer(unsafe.SliceData(memory))))
-	if err := C.uringshim_register(r.ring, C.uint64_t(p), C.uint64_t(len(memory))); err < 0 {
-		return fmt.Errorf("register %d bytes: %w", len(memory), syscall.Errno(-err))
+// Take has the ring use what a holder has registered. Nothing is under way. Operations on other memory, and those that cross a border of pieces, work as before, and all do when it fails.
+func (r *Ring) Take(h *Holder) error {
+	if err := C.uringshim_take(r.ring, h.holder); err < 0 {
+		return fmt.Errorf("take over registered memory: %w", syscall.Errno(-err))
 	}
 	return nil
 }
@@ -93,4 +92,41 @@ func (r *Ring) Broken() bool { return C.uringshim_broken(r.ring) != 0 }
 func (r *Ring) Close() {
 	C.uringshim_free(r.ring)
 	r.ring = nil
+}
+
+// Holder keeps memory registered, for any number of rings to take over: so its pages are pinned once. It has one user at a time; the memory is there until Pin has returned for the last time.
+type Holder struct{ holder *C.uringshim_holder }
+
+// Hold makes a holder of which nothing is registered yet, once it is certain that rings could take it over: the error is an errno, EINVAL before Linux 6.12.
+func Hold(memory []byte) (*Holder, error) {
+	h := &Holder{}
+	p := uint64(uintptr(unsafe.Pointer(unsafe.SliceData(memory))))
+	if err := C.uringshim_hold(C.uint64_t(p), C.uint64_t(len(memory)), &h.holder); err < 0 {
+		return nil, fmt.Errorf("register memory: %w", syscall.Errno(-err))
+	}
+	r, err := New(1, -1)
+	if err == nil {
+		err = r.Take(h)
+		r.Close()
+	}
+	if err != nil {
+		h.Close()
+		return nil, err
+	}
+	return h, nil
+}
+
+// Pin registers the next piece, which maps what of it is not mapped, and tells whether there are more.
+func (h *Holder) Pin() (more bool, err error) {
+	n := C.uringshim_pin(h.holder)
+	if n < 0 {
+		return false, fmt.Errorf("register memory: %w", syscall.Errno(-n))
+	}
+	return n == 1, nil
+}
+
+// Close gives the holder back. What rings have taken over they keep until they are closed.
+func (h *Holder) Close() {
+	C.uringshim_let_go(h.holder)
+	h.holder = nil
 }

@@ -46,13 +46,13 @@ const (
 
 // Config says where a drive's file lies, how large it is and how it is driven.
 type Config struct {
-	Path      string // the file; made if it is missing, mode 0600
-	Bytes     uint64 // of the file; rounded down to whole slabs; never more than this on disk
-	SlabBytes uint64 // a power of two, 2 MiB .. 1 GiB; a file that is there keeps what it has
-	Reserve   uint64 // bytes of the file system that stay free when the file is made or grows
-	Engine    string // EngineAuto (also ""), EngineUring, EngineThreads
-	Depth     int    // I/Os in flight per batch; 0: 32
-	Memory    []byte // where most payloads lie: registered with the kernel, if that works; may be nil
+	Path      string  // the file; made if it is missing, mode 0600
+	Bytes     uint64  // of the file; rounded down to whole slabs; never more than this on disk
+	SlabBytes uint64  // a power of two, 2 MiB .. 1 GiB; a file that is there keeps what it has
+	Reserve   uint64  // bytes of the file system that stay free when the file is made or grows
+	Engine    string  // EngineAuto (also ""), EngineUring, EngineThreads
+	Depth     int     // I/Os in flight per batch; 0: 32
+	Memory    *Memory // where most payloads lie; may be nil. It is closed after the drive
 }
 
 // Validate names the first key that is wrong.

@@ -12,6 +12,7 @@ import (
 // engine runs batches on a descriptor.
 type engine interface {
 	run(ctx context.Context, write bool, batch []IO, done func(i int))
+	describe(info *Info) // sets what is the engine's to say
 	close()
 }
 
@@ -68,9 +69,8 @@ func openDirect(meta *os.File, path string) (*os.File, bool, error) {
 // newEngine is the configured engine, or for "auto" the first that works here.
 func newEngine(data *os.File, cfg Config, info *Info) (engine, error) {
 	if cfg.Engine != EngineThreads {
-		e, err := newUring(data, cfg, info)
+		e, err := newUring(data, cfg)
 		if err == nil {
-			info.Engine = EngineUring
 			return e, nil
 		}
 		if cfg.Engine == EngineUring {
@@ -78,7 +78,6 @@ func newEngine(data *os.File, cfg Config, info *Info) (engine, error) {
 		}
 		info.Why = fmt.Sprintf("no io_uring: %v", err)
 	}
-	info.Engine = EngineThreads
 	return newThreads(data, cfg.Depth), nil
 }
 
@@ -118,7 +117,11 @@ func (f *fileDevice) Sync() error {
 func (f *fileDevice) Size() int64 { return f.size }
 
 // Info is Device.
-func (f *fileDevice) Info() Info { return f.info }
+func (f *fileDevice) Info() Info {
+	info := f.info
+	f.engine.describe(&info)
+	return info
+}
 
 // Close is Device.
 func (f *fileDevice) Close() error {

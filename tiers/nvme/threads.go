@@ -25,6 +25,8 @@ func newThreads(data *os.File, depth int) *threads {
 	return &threads{fd: int(data.Fd()), depth: depth, gate: make(chan struct{}, batchesMax)}
 }
 
+func (t *threads) describe(info *Info) { info.Engine = EngineThreads }
+
 func (t *threads) close() {}
 
 func (t *threads) run(ctx context.Context, write bool, batch []IO, done func(i int)) {

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"runtime"
+	"sync/atomic"
 	"unsafe"
 
 	"github.com/kvferry/kvferry/csrc/uringshim"
@@ -12,34 +13,29 @@ import (
 
 // uring is the engine on io_uring. Each batch has a ring for its time; rings are made when they are first needed, and at most batchesMax of them.
 type uring struct {
-	fd     int
-	depth  int
-	memory []byte // registered with each ring; nil where that did not work
-	ready  chan *lane
-	unmade chan struct{} // a token for each that may still be made
+	fd      int
+	depth   int
+	memory  *Memory               // that rings take over when it is registered; may be nil
+	refused atomic.Pointer[error] // why the ring that tried last could not
+	ready   chan *lane
+	unmade  chan struct{} // a token for each that may still be made
 }
 
 // lane is a ring and what goes with it.
 type lane struct {
-	ring  *uringshim.Ring
-	ops   []uringshim.Op
-	ended []uringshim.End // and not told yet
+	ring       *uringshim.Ring
+	registered bool // has taken memory over
+	ops        []uringshim.Op
+	ended      []uringshim.End // and not told yet
 }
 
 // newUring makes the first ring and reads with it: that it may be made does not say that it may be used.
-func newUring(data *os.File, cfg Config, info *Info) (*uring, error) {
+func newUring(data *os.File, cfg Config) (*uring, error) {
 	u := &uring{fd: int(data.Fd()), depth: cfg.Depth, memory: cfg.Memory, ready: make(chan *lane, batchesMax), unmade: make(chan struct{}, batchesMax)}
 	ring, err := uringshim.New(u.depth, u.fd)
 	if err != nil {
 		return nil, err
 	}
-	if len(u.memory) > 0 {
-		if err := ring.Register(u.memory); err != nil {
-			info.Why = fmt.Sprintf("without registered memory: %v", err)
-			u.memory = nil
-		}
-	}
-	info.Registered = u.memory != nil
 	u.ready <- newLane(ring)
 	probe := []IO{{Buf: alignedBuffer(Align)}}
 	u.run(context.Background(), false, probe, func(int) {})
@@ -50,7 +46,38 @@ func newUring(data *os.File, cfg Config, info *Info) (*uring, error) {
 	for range batchesMax - 1 {
 		u.unmade <- struct{}{}
 	}
+	if u.memory != nil {
+		u.memory.start()
+	}
 	return u, nil
+}
+
+// describe tells how rings reach the memory: those that begin a batch from now on.
+func (u *uring) describe(info *Info) {
+	info.Engine = EngineUring
+	if u.memory == nil {
+		return
+	}
+	err := u.memory.Err()
+	if p := u.refused.Load(); err == nil && p != nil {
+		err = *p
+	}
+	if info.Registered = err == nil; !info.Registered {
+		info.Why = fmt.Sprintf("without registered memory: %v", err)
+	}
+}
+
+// register has a ring of which nothing is under way take the registered memory over, as soon as that is there: 0.25 µs a piece of it.
+func (u *uring) register(l *lane) {
+	if l.registered || u.memory == nil || !u.memory.ready.Load() {
+		return
+	}
+	if err := u.memory.lend(l.ring); err != nil {
+		u.refused.Store(&err) // it goes on without, and tries again with its next batch
+		return
+	}
+	l.registered = true
+	u.refused.Store(nil)
 }
 
 func (u *uring) close() {
@@ -82,9 +109,6 @@ func (u *uring) take(ctx context.Context) (*lane, error) {
 		u.unmade <- struct{}{}
 		return nil, err
 	}
-	if u.memory != nil {
-		_ = ring.Register(u.memory) // else this one goes without
-	}
 	return newLane(ring), nil
 }
 
@@ -107,6 +131,7 @@ func (u *uring) run(ctx context.Context, write bool, batch []IO, done func(i int
 		return
 	}
 	defer u.give(l)
+	u.register(l)
 	next, flying := 0, 0
 	l.ended = l.ended[:0]
 	for next < len(batch) || flying > 0 || len(l.ended) > 0 {

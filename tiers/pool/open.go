@@ -54,11 +54,6 @@ func (p *Pool) open() (keep []Resident, err error) {
 		if err := p.mapFile(); err != nil {
 			return nil, err
 		}
-		if p.cfg.MapFirst {
-			if err := touchAll(p.mem); err != nil {
-				return nil, err
-			}
-		}
 		if keep, err = p.scan(); err != nil {
 			return nil, err
 		}
@@ -68,7 +63,7 @@ func (p *Pool) open() (keep []Resident, err error) {
 	if p.readOnly, err = openOwn(p.cfg.Path, os.O_RDONLY); err != nil {
 		return nil, err
 	}
-	if p.adopted && !p.cfg.MapFirst {
+	if p.adopted {
 		p.touching = startTouching(p.mem, p.cfg.populate)
 	}
 	return keep, nil

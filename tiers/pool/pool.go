@@ -68,7 +68,6 @@ type Config struct {
 	Bytes     uint64 // of the file; rounded down to whole slabs
 	SlabBytes uint64 // a power of two, 2 MiB .. 64 MiB
 	BootID    string // of this boot of the machine: a file of another boot is made anew
-	MapFirst  bool   // map all of an adopted file before Open returns: for who pins its pages at once, which would map them on one core
 
 	populate func(part []byte) error // nil: the kernel's; of an adopted pool, for tests
 }

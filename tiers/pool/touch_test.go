@@ -158,13 +158,12 @@ func TestAllocatedBeforeMapped(t *testing.T) {
 	g.let <- nil
 }
 
-// TestMapped asks the kernel: a new pool is mapped at once, an adopted one with MapFirst too, and one without it when it says so.
+// TestMapped asks the kernel: a new pool is mapped at once, an adopted one when it says so.
 func TestMapped(t *testing.T) {
 	c := testConfig(t)
-	for _, first := range []bool{false, true, false} { // a new one, then adopted ones
-		c.MapFirst = first
+	for range 2 { // a new one, then an adopted one
 		p, _ := open(t, c)
-		if p.Adopted() && first || !p.Adopted() {
+		if !p.Adopted() {
 			select {
 			case <-p.Mapped():
 			default:
@@ -179,7 +178,7 @@ func TestMapped(t *testing.T) {
 			t.Skipf("the kernel maps nothing beforehand: %v", err)
 		}
 		if kb := mappedKB(t, c.Path); kb != len(p.mem)>>10 {
-			t.Errorf("adopted %v, MapFirst %v: %d kB of %d are mapped", p.Adopted(), first, kb, len(p.mem)>>10)
+			t.Errorf("adopted %v: %d kB of %d are mapped", p.Adopted(), kb, len(p.mem)>>10)
 		}
 		if err := p.Close(); err != nil {
 			t.Fatal(err)
