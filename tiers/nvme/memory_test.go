@@ -157,7 +157,7 @@ func TestMemory(t *testing.T) {
 	for n := range 8 {
 		wg.Go(func() {
 			// Each has its part of memory; those of numbers 3 and 7 lie across a border.
-			part, random := b[(n+1)*(15<<20)/4-(32<<10):], rand.New(rand.NewPCG(uint64(n), 1))
+			part, random := b[(n+1)*(14<<20)/4-(32<<10):], rand.New(rand.NewPCG(uint64(n), 1))
 			for !stop.Load() {
 				if err := move(drives[n%2], n/2, part, random); err != nil {
 					errs <- fmt.Errorf("mover %d: %w", n, err)
