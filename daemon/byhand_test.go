@@ -92,8 +92,8 @@ func flip(t *testing.T, path string, at int64) {
 	}
 }
 
-// metrics are the names of what is scraped.
-func (n *node) metrics() map[string]bool {
+// scrape is what a Prometheus gets: the value of each series, by its name and the values of its labels.
+func (n *node) scrape() map[string]float64 {
 	n.t.Helper()
 	reg := prometheus.NewRegistry()
 	reg.MustRegister(collector{n.Daemon})
@@ -101,11 +101,17 @@ func (n *node) metrics() map[string]bool {
 	if err != nil {
 		n.t.Fatal(err)
 	}
-	names := map[string]bool{}
+	series := map[string]float64{}
 	for _, f := range families {
-		names[f.GetName()] = true
+		for _, m := range f.Metric {
+			name := f.GetName()
+			for _, l := range m.Label {
+				name += " " + l.GetValue()
+			}
+			series[name] = m.GetGauge().GetValue() + m.GetCounter().GetValue()
+		}
 	}
-	return names
+	return series
 }
 
 // What people do with blocks by hand, over the Admin API of a real daemon with a real drive file: each step shows in the next.
@@ -205,7 +211,11 @@ func TestByHand(t *testing.T) {
 	if got := load(t, s, m, 100, hashes[:lost], nil); ready(got) != lost || got.Wrong != 0 {
 		t.Errorf("the next load: %+v", got)
 	}
-	names := n.metrics()
+	names := map[string]bool{}
+	for series := range n.scrape() {
+		name, _, _ := strings.Cut(series, " ")
+		names[name] = true
+	}
 	for _, name := range []string{"tier_bytes", "tier_blocks", "blocks", "drive_bytes", "drive_blocks", "drive_read_bytes_total", "drive_written_bytes_total", "drive_errors_total", "drive_corrupt_total",
 		"drive_latency_seconds", "drive_lifetime_written_bytes", "drive_read_bytes_per_second", "drive_state", "moved_shards_total", "removed_blocks_total", "not_admitted_blocks_total", "lookup_blocks_total"} {
 		if !names["kvferry_"+name] {
@@ -289,7 +299,7 @@ func TestByHandRefused(t *testing.T) {
 	if st, err := a.Status(ctx, &pb.StatusRequest{}); err != nil || len(st.Tiers) != 1 || st.Health != pb.Health_HEALTH_OK {
 		t.Error(st, err)
 	}
-	n.metrics()
+	n.scrape()
 	long := &pb.BlockSelection{HashPrefix: make([]byte, 33)}
 	for want, call := range map[string]func() error{
 		"FailedPrecondition: no drives": func() error { _, err := a.Demote(ctx, &pb.DemoteRequest{Blocks: everything}); return err },

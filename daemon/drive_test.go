@@ -166,6 +166,16 @@ func TestAbsentDrive(t *testing.T) {
 	if err != nil || st.Health != pb.Health_HEALTH_DEGRADED || len(st.Problems) != 1 || !strings.Contains(st.Problems[0].Reason, "not used") {
 		t.Fatalf("%v, %v", st, err)
 	}
+	state := func(want string) {
+		t.Helper()
+		series := n.scrape()
+		for _, s := range driveStates {
+			if got, ok := series["kvferry_drive_state "+filepath.Join(missing, "a")+" "+s]; !ok || (got == 1) != (s == want) {
+				t.Errorf("state %s is %v, %v; it must be %s", s, got, ok, want)
+			}
+		}
+	}
+	state("absent")
 	s, m := n.attach(worker)
 	hashes, parents := prompt(40, 1)
 	store(t, s, m, 0, hashes, parents)
@@ -177,6 +187,7 @@ func TestAbsentDrive(t *testing.T) {
 	if st, err = n.admin().Status(t.Context(), &pb.StatusRequest{}); err != nil || st.Health != pb.Health_HEALTH_OK {
 		t.Fatalf("%v, %v", st, err)
 	}
+	state("ok")
 	more, parents := prompt(40, 1000)
 	store(t, s, m, 0, more, parents)
 	n.onDrives(80)

@@ -1,12 +1,14 @@
 package daemon
 
 import (
+	"path/filepath"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/kvferry/kvferry"
 	"github.com/kvferry/kvferry/daemon/health"
+	"github.com/kvferry/kvferry/daemon/tiering"
 	"github.com/kvferry/kvferry/tiers"
 	"github.com/kvferry/kvferry/tiers/policy"
 )
@@ -25,18 +27,46 @@ var (
 	driveLatency  = driveDesc("latency_seconds", "Time from a call to a slot's end since the daemon's start, by quantile, within a factor of 1.2.", "operation", "quantile")
 	driveLifetime = driveDesc("lifetime_written_bytes", "Payload written in the file's life: wear.")
 	driveRate     = driveDesc("read_bytes_per_second", "How fast the drive reads, smoothed; what a look-up counts with.")
-	driveState    = driveDesc("state", "1 for the state that the drive is in; slow: it reads slower than engines compute.", "state")
+	driveState    = driveDesc("state", "1 for the state that the drive is in; slow: it reads slower than engines compute; absent: it could not be opened.", "state")
 	driveDescs    = []*prometheus.Desc{driveBytes, driveBlocks, driveRead, driveWritten, driveErrors, driveCorrupt, driveLatency, driveLifetime, driveRate, driveState}
 )
 
+// driveStates are all that a drive can be in, so that a series does not vanish with a state.
+var driveStates = []string{"ok", "slow", "degraded", "probing", "absent"}
+
+func stateOf(d tiering.DriveView) string {
+	switch {
+	case d.State == health.Degraded:
+		return "degraded"
+	case d.State == health.Probing:
+		return "probing"
+	case d.Slow != "":
+		return "slow"
+	}
+	return "ok"
+}
+
 // drives tells of the NVMe tier as a whole and of each drive.
 func (c collector) drives(ch chan<- prometheus.Metric, st tiers.Stats) {
+	absent := map[string]bool{}
+	for _, d := range c.d.absentDrives() {
+		absent[filepath.Clean(d.Path)] = true
+	}
 	drives := c.d.tiering.Drives()
-	if len(drives) == 0 {
+	if len(drives) == 0 && len(absent) == 0 {
 		return
 	}
 	put := func(d *prometheus.Desc, kind prometheus.ValueType, v float64, labels ...string) {
 		ch <- prometheus.MustNewConstMetric(d, kind, v, labels...)
+	}
+	state := func(drive, is string) {
+		for _, s := range driveStates {
+			one := 0.0
+			if s == is {
+				one = 1
+			}
+			put(driveState, prometheus.GaugeValue, one, drive, s)
+		}
 	}
 	var used, free uint64
 	for i, d := range drives {
@@ -61,16 +91,8 @@ func (c collector) drives(ch chan<- prometheus.Metric, st tiers.Stats) {
 		}
 		put(driveLifetime, prometheus.GaugeValue, float64(v.LifetimeWritten), d.Name)
 		put(driveRate, prometheus.GaugeValue, d.Rate, d.Name)
-		for _, is := range []struct {
-			state string
-			yes   bool
-		}{{"ok", d.State == health.OK && d.Slow == ""}, {"slow", d.State == health.OK && d.Slow != ""}, {"degraded", d.State == health.Degraded}, {"probing", d.State == health.Probing}} {
-			one := 0.0
-			if is.yes {
-				one = 1
-			}
-			put(driveState, prometheus.GaugeValue, one, d.Name, is.state)
-		}
+		state(d.Name, stateOf(d))
+		delete(absent, d.Name) // one that has come a moment ago
 		put(queued, prometheus.GaugeValue, float64(d.Link.Queued), d.Name, "queued")
 		put(queued, prometheus.GaugeValue, float64(d.Link.Running), d.Name, "running")
 		for class, n := range d.Link.Bytes {
@@ -78,6 +100,9 @@ func (c collector) drives(ch chan<- prometheus.Metric, st tiers.Stats) {
 				put(copied, prometheus.CounterValue, float64(n), d.Name, class.String())
 			}
 		}
+	}
+	for drive := range absent {
+		state(drive, "absent")
 	}
 	nvme := kvferry.NVMe.String()
 	put(tierBytes, prometheus.GaugeValue, float64(used), nvme, "used")
