@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -127,7 +128,7 @@ func (p *Pool) look() error {
 	defer func() { _ = unix.Munmap(b) }()
 	s, ok := parseSuper(b)
 	switch {
-	case !ok && binary.LittleEndian.Uint64(b) == superMagic && binary.LittleEndian.Uint32(b[8:]) == Format: // ours; a newer one's checksum may lie elsewhere
+	case !ok && wasOurs(b):
 		p.cold = "its superblock was damaged"
 	case !ok:
 		return fmt.Errorf("%w: wrong magic or checksum; remove the file if it may be overwritten", ErrForeign)
@@ -141,6 +142,18 @@ func (p *Pool) look() error {
 		p.adopted, p.generation = true, s.generation
 	}
 	return nil
+}
+
+// wasOurs tells whether a superblock that does not hold is damaged, rather than a stranger's or of a newer format, whose checksum may lie elsewhere: it says that it is of this one, or it holds if it did.
+func wasOurs(b []byte) bool {
+	if binary.LittleEndian.Uint64(b) == superMagic && binary.LittleEndian.Uint32(b[8:]) == Format {
+		return true
+	}
+	b = slices.Clone(b[:floorAt+8])
+	binary.LittleEndian.PutUint64(b, superMagic)
+	binary.LittleEndian.PutUint32(b[8:], Format)
+	_, ok := parseSuper(b)
+	return ok
 }
 
 // resizeGenerations is more than a daemon can have used since it last wrote the floor: what is cut off may have had them.

@@ -218,14 +218,14 @@ func TestOtherBootOrSizeStartsCold(t *testing.T) {
 	}
 }
 
-// A flipped bit in the superblock costs what was kept, and not the start.
+// A flipped bit in the superblock costs what was kept, and not the start: also one in what says whose it is, and of which format.
 func TestDamagedSuperblock(t *testing.T) {
-	for _, at := range []int64{20, 45, superCRCAt} {
+	for at := 0; at < superCRCAt+4; at += 1 + at/12*5 {
 		c := testConfig(t)
 		p, _ := open(t, c)
 		p.FormatSlab(0, 8192)
 		publish(p, 0, 0, 1)
-		p.mem[at] ^= 8
+		p.mem[at] ^= 1 << (at * 5 % 8)
 		_ = p.Close()
 		q, found := open(t, c)
 		if q.Adopted() || len(found) != 0 || q.Cold() == "" {
