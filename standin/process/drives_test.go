@@ -312,15 +312,15 @@ func TestDaemonKilledUnderLoad(t *testing.T) {
 
 var flipRounds = flag.Int("flip-rounds", 6, "rounds of TestFlips")
 
-// flip turns a bit over in a part of a file.
-func flip(t *testing.T, path string, random *rand.Rand, from, to int64) {
+// flip turns a bit over in a file.
+func flip(t *testing.T, path string, random *rand.Rand, within int64) {
 	t.Helper()
 	f, err := os.OpenFile(path, os.O_RDWR, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer f.Close()
-	at := from + random.Int64N(to-from)
+	at := random.Int64N(within)
 	var b [1]byte
 	if _, err := f.ReadAt(b[:], at); err != nil {
 		t.Fatal(err)
@@ -335,9 +335,9 @@ func flip(t *testing.T, path string, random *rand.Rand, from, to int64) {
 func (r *driveRig) flipSome(random *rand.Rand, n int) {
 	r.Helper()
 	for range n {
-		path, from, size := r.config.PoolPath, int64(0), int64(r.config.PoolBytes)
+		path, size := r.config.PoolPath, int64(r.config.PoolBytes)
 		if k := random.IntN(3); k < 2 {
-			path, from, size = r.drives[k], 8, driveBytes // the first bytes say whose it is: a drive's file that does not is refused
+			path, size = r.drives[k], driveBytes
 		}
 		switch random.IntN(6) {
 		case 0:
@@ -345,7 +345,7 @@ func (r *driveRig) flipSome(random *rand.Rand, n int) {
 		case 1:
 			size = 2<<20 + 64<<10 // the first slab's header table
 		}
-		flip(r.T, path, random, from, size)
+		flip(r.T, path, random, size)
 	}
 }
 

@@ -4,6 +4,7 @@ import (
 	"crypto/rand"
 	"encoding/binary"
 	"fmt"
+	"math/bits"
 	"time"
 
 	"github.com/kvferry/kvferry/tiers/pool"
@@ -38,15 +39,11 @@ func (d *Drive) adopt() ([]pool.Resident, error) {
 	if err := d.dev.Sync(); err != nil {
 		return nil, fmt.Errorf("%w: sync: %w", ErrDevice, err)
 	}
-	first := make([]byte, superBytes)
-	if err := d.dev.ReadAt(first, 0); err != nil {
-		return nil, fmt.Errorf("%w: read the superblock: %w", ErrDevice, err)
-	}
-	s, ok := parseSuper(first)
+	s, found, err := readSuper(d.dev)
 	switch {
-	case !ok && !zeros(first):
-		return nil, fmt.Errorf("%w: wrong magic or checksum; remove the file if it may be overwritten", ErrForeign)
-	case !ok:
+	case err != nil:
+		return nil, err
+	case found == 0:
 		return nil, d.initialise()
 	case s.version != Format:
 		return nil, fmt.Errorf("%w: format %d, this daemon has %d", ErrForeign, s.version, Format)
@@ -64,6 +61,13 @@ func (d *Drive) adopt() ([]pool.Resident, error) {
 	}
 	if err := d.resize(s, n); err != nil {
 		return nil, err
+	}
+	if found < len(supersAt) {
+		d.notes = append(d.notes, "of the superblock one copy was missing or damaged, and is written anew")
+		s.slabs = uint64(n)
+		if err := d.writeSuper(s); err != nil {
+			return nil, err
+		}
 	}
 	old, known := d.readState()
 	d.generation = old.limit
@@ -140,13 +144,43 @@ func (d *Drive) resize(s super, n int) error {
 }
 
 func (d *Drive) writeSuper(s super) error {
-	if err := d.dev.WriteAt(s.encode(), 0); err != nil {
-		return fmt.Errorf("%w: write the superblock: %w", ErrDevice, err)
+	for _, at := range supersAt {
+		if err := d.dev.WriteAt(s.encode(), at); err != nil {
+			return fmt.Errorf("%w: write the superblock: %w", ErrDevice, err)
+		}
 	}
 	if err := d.dev.Sync(); err != nil {
 		return fmt.Errorf("%w: sync: %w", ErrDevice, err)
 	}
 	return nil
+}
+
+// readSuper is the first copy of the superblock that holds, and how many say the same. None, and no error: there has never been one. What begins with something else than a superblock, but for a flipped bit, is a
+// stranger's, whatever lies behind that.
+func readSuper(dev Device) (s super, found int, err error) {
+	for i, at := range supersAt {
+		b := make([]byte, superBytes)
+		if e := dev.ReadAt(b, at); e != nil {
+			err = fmt.Errorf("%w: read the superblock: %w", ErrDevice, e)
+			continue
+		}
+		c, ok := parseSuper(b)
+		switch {
+		case ok && found == 0:
+			s, found = c, 1
+		case ok && c == s:
+			found++
+		case !ok && !zeros(b):
+			err = fmt.Errorf("%w: wrong magic or checksum; remove the file if it may be overwritten", ErrForeign)
+			if magic := binary.LittleEndian.Uint64(b); i == 0 && bits.OnesCount64(magic^superMagic) > 1 {
+				return super{}, 0, err
+			}
+		}
+	}
+	if found > 0 {
+		return s, found, nil
+	}
+	return s, 0, err
 }
 
 // readState is the newer copy of the state block.

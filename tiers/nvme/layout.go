@@ -15,7 +15,7 @@ const (
 	slabMagic  = 0x31424c534e46564b // "KVFNSLB1"
 	stateMagic = 0x314154534e46564b // "KVFNSTA1"
 
-	superBytes = 64 // of the first 4 KiB: what is used, in one sector
+	superBytes = 64 // in one sector
 	stateBytes = 64
 	slabUsed   = 64 // of a slab's header
 
@@ -24,6 +24,9 @@ const (
 	// generationMax is never reached: what is above it was not written by us.
 	generationMax = 1 << 63
 )
+
+// supersAt are the two copies of the superblock: one that is damaged costs nothing. Files of before the second have zeros there.
+var supersAt = [2]int64{0, 12288}
 
 // statesAt are the two copies of the state block. They are written in turn, so that a torn one leaves the other.
 var statesAt = [2]int64{4096, 8192}

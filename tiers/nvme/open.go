@@ -127,17 +127,15 @@ func fit(f *os.File, cfg Config, notes *[]string) error {
 	if err != nil {
 		return err
 	}
-	b := make([]byte, superBytes)
 	if st.Size() < slabsAt {
 		return fmt.Errorf("%w: %d bytes; remove the file if it may be overwritten", ErrForeign, st.Size())
 	}
-	if _, err := f.ReadAt(b, 0); err != nil {
-		return fmt.Errorf("%w: read the superblock: %w", ErrDevice, err)
-	}
-	s, ok := parseSuper(b)
+	s, found, err := readSuper(&fileDevice{meta: f})
 	switch {
-	case !ok:
-		return fmt.Errorf("%w: wrong magic or checksum; remove the file if it may be overwritten", ErrForeign)
+	case err != nil:
+		return err
+	case found == 0: // a file of zeros
+		return fmt.Errorf("%w: it has no superblock; remove the file if it may be overwritten", ErrForeign)
 	case s.version != Format:
 		return fmt.Errorf("%w: format %d, this daemon has %d; nothing is changed", ErrForeign, s.version, Format)
 	}

@@ -229,7 +229,7 @@ func (p *Pool) Close() error {
 		p.touching.end()
 	}
 	if p.mem != nil {
-		p.writeFloor()
+		p.writeSuper() // what of it was damaged meanwhile is whole again
 		errs = append(errs, unix.Munmap(p.mem))
 		p.mem = nil
 	}

@@ -417,7 +417,7 @@ func firstGeneration() uint64 {
 	return binary.LittleEndian.Uint64(b[:])>>2&^1 | 1<<48
 }
 
-// writeSuper writes the superblock of a new file, its magic last.
+// writeSuper writes the superblock, its magic last.
 func (p *Pool) writeSuper() {
 	b := make([]byte, superCRCAt+4)
 	binary.LittleEndian.PutUint64(b[0:], superMagic)

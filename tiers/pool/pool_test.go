@@ -187,10 +187,11 @@ func TestNewerFormatStaysUntouched(t *testing.T) {
 	p, _ := open(t, c)
 	p.FormatSlab(0, 8192)
 	publish(p, 0, 0, 1)
-	super := p.mem[:superBytes]
-	binary.LittleEndian.PutUint32(super[8:], Format+1)
-	binary.LittleEndian.PutUint32(super[superCRCAt:], crcOf(super[:superCRCAt]))
 	_ = p.Close()
+	spoil(t, c.Path, func(super []byte) {
+		binary.LittleEndian.PutUint32(super[8:], Format+1)
+		binary.LittleEndian.PutUint32(super[superCRCAt:], crcOf(super[:superCRCAt]))
+	})
 	before, _ := os.ReadFile(c.Path)
 	if _, _, err := Open(c); !errors.Is(err, ErrForeign) {
 		t.Fatalf("open of format %d: %v", Format+1, err)
@@ -218,6 +219,24 @@ func TestOtherBootOrSizeStartsCold(t *testing.T) {
 	}
 }
 
+// spoil changes the superblock of a pool that is closed.
+func spoil(t *testing.T, path string, change func(super []byte)) {
+	t.Helper()
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	b := make([]byte, superBytes)
+	if _, err := f.ReadAt(b, 0); err != nil {
+		t.Fatal(err)
+	}
+	change(b)
+	if _, err := f.WriteAt(b, 0); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // A flipped bit in the superblock costs what was kept, and not the start: also one in what says whose it is, and of which format.
 func TestDamagedSuperblock(t *testing.T) {
 	for at := 0; at < superCRCAt+4; at += 1 + at/12*5 {
@@ -226,7 +245,13 @@ func TestDamagedSuperblock(t *testing.T) {
 		p.FormatSlab(0, 8192)
 		publish(p, 0, 0, 1)
 		p.mem[at] ^= 1 << (at * 5 % 8)
+		_ = p.Close() // makes it whole
+		p, found := open(t, c)
+		if !p.Adopted() || len(found) != 1 {
+			t.Errorf("byte %d, while a daemon had it: adopted %v, found %d, %s", at, p.Adopted(), len(found), p.Cold())
+		}
 		_ = p.Close()
+		spoil(t, c.Path, func(super []byte) { super[at] ^= 1 << (at * 5 % 8) })
 		q, found := open(t, c)
 		if q.Adopted() || len(found) != 0 || q.Cold() == "" {
 			t.Errorf("byte %d: adopted %v, found %d", at, q.Adopted(), len(found))
