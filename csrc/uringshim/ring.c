@@ -8,9 +8,9 @@
 #include <sys/uio.h>
 
 // Memory is registered in pieces, by one call each: the kernel walks a piece with interrupts off, and whoever changes the process's address space on another core waits for it (ARCHITECTURE.md has figures).
-// The kernel's table of a piece has 16 bytes for each page, and a head, in memory of a power of two: just below 16 MiB it takes half of what it takes just above; of 14 MiB no shard of
-// 2 MiB crosses a border. A piece is longer only where there would be more than the kernel takes; its longest is 1 GiB.
-#define PIECE_BYTES (14ull << 20)
+// The kernel's table of a piece has 16 bytes for each page, and a head, in memory of a power of two: just below 16 MiB it takes half of what it takes just above. What crosses a border, one in
+// fifteen I/Os of 1 MiB, goes unregistered. A piece is longer only where there would be more than the kernel takes; its longest is 1 GiB.
+#define PIECE_BYTES (15ull << 20)
 #define PIECE_BYTES_MAX (PIECE_BYTES << 6)
 #define PIECES_MAX (1u << 14)
 // IORING_REGISTER_CLONE_BUFFERS and its argument, of Linux 6.12. By other names: headers that know it have an enum and a struct of those.

@@ -134,7 +134,7 @@ func TestRing(t *testing.T) {
 // TestTake puts other pages at the addresses of registered memory: a ring that has taken it over moves the bytes of the old ones, any other, and what crosses a border of pieces, those that are there now. Nothing else tells
 // whether an operation uses it.
 func TestTake(t *testing.T) {
-	const piece, size, n = 14 << 20, 31 << 20, 4096
+	const piece, size, n = 15 << 20, 31 << 20, 4096
 	f, err := os.Create(filepath.Join(t.TempDir(), "file"))
 	if err != nil {
 		t.Fatal(err)
@@ -210,7 +210,7 @@ func TestHoldNothing(t *testing.T) {
 	}
 	b := mapped(t, 16<<20)
 	hold(t, b)
-	if err := unix.Mprotect(b[14<<20:], unix.PROT_NONE); err != nil {
+	if err := unix.Mprotect(b[15<<20:], unix.PROT_NONE); err != nil {
 		t.Fatal(err)
 	}
 	h, err := Hold(b)

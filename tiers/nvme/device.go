@@ -37,6 +37,6 @@ type Info struct {
 	Engine     string // "uring", "threads", or a name of a test's
 	Why        string // why it is not what "auto" would rather have; empty otherwise
 	Direct     bool   // payloads bypass the page cache
-	Registered bool   // the pool's memory is registered with the kernel, for all batches that begin from now on
+	Registered bool   // the pool's memory is registered with the kernel, for batches that begin from now on, but those whose ring is refused
 	Depth      int    // I/Os in flight per batch
 }

@@ -57,3 +57,6 @@ func (d *Drive) Occupy(memory []byte) error {
 	defer func() { u.ready <- l }()
 	return l.ring.Take(h)
 }
+
+// Stopping is closed when Close has been called.
+func (m *Memory) Stopping() <-chan struct{} { return m.stop }

@@ -19,6 +19,7 @@ type Memory struct {
 	pin   func(*uringshim.Holder) (more bool, err error) // a piece; the tests' own
 
 	begin   sync.Once
+	end     sync.Once
 	stop    chan struct{}
 	settled chan struct{}
 	ready   atomic.Bool // rings may take it over
@@ -47,11 +48,11 @@ func (m *Memory) Err() error {
 	return m.err
 }
 
-// Close ends registering after the piece that it is at, and gives the registration back: the memory may be unmapped when it returns. Rings that have taken it over keep the pages, not the addresses, until they are
+// Close may be called twice. It ends registering after the piece that it is at, and gives the registration back: the memory may be unmapped when it returns. Rings that have taken it over keep the pages, not the addresses, until they are
 // closed; others go on without.
 func (m *Memory) Close() {
 	m.begin.Do(func() { close(m.settled) }) // nothing has begun, and nothing will
-	close(m.stop)
+	m.end.Do(func() { close(m.stop) })
 	<-m.settled
 	m.mu.Lock()
 	defer m.mu.Unlock()

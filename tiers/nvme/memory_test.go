@@ -157,7 +157,7 @@ func TestMemory(t *testing.T) {
 	for n := range 8 {
 		wg.Go(func() {
 			// Each has its part of memory; those of numbers 3 and 7 lie across a border.
-			part, random := b[(n+1)*(14<<20)/4-(32<<10):], rand.New(rand.NewPCG(uint64(n), 1))
+			part, random := b[(n+1)*(15<<20)/4-(32<<10):], rand.New(rand.NewPCG(uint64(n), 1))
 			for !stop.Load() {
 				if err := move(drives[n%2], n/2, part, random); err != nil {
 					errs <- fmt.Errorf("mover %d: %w", n, err)
@@ -246,10 +246,11 @@ func TestMemoryClosed(t *testing.T) {
 		defer close(closed)
 		m.Close()
 	}()
+	<-m.Stopping()
 	select {
 	case <-closed:
 		t.Error("closed while a piece is being pinned")
-	case <-time.After(50 * time.Millisecond):
+	default:
 	}
 	g.let <- nil
 	select {
@@ -257,6 +258,7 @@ func TestMemoryClosed(t *testing.T) {
 	case <-g.entered:
 		t.Fatal("another piece is begun")
 	}
+	m.Close() // once more
 	wantRegistered(t, d, false, "closed")
 	if err := move(d, 0, b, rand.New(rand.NewPCG(1, 4))); err != nil {
 		t.Error(err)

@@ -10,7 +10,7 @@ import (
 const (
 	cohorts    = 1024
 	shiftFirst = 4
-	shiftLast  = 22 // 1,024 such cohorts are all that 32 bits can count
+	shiftLast  = 21 // 1,024 such cohorts are half of what 32 bits can count
 	// cohortsKept is how many cohorts of touches make at least the blocks that are kept.
 	cohortsKept = 32
 	// Ages are counted in bins: one a cohort at first, then four to a power of two.
@@ -18,7 +18,7 @@ const (
 	bins          = 36
 	// refreshHalf is after how many refreshes what was learned counts half.
 	refreshHalf = 32
-	// touchesMin is the shortest time between refreshes: one costs some hundred microseconds.
+	// touchesMin is the shortest time between refreshes: one costs up to some milliseconds.
 	touchesMin = 1024
 )
 

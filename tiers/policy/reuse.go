@@ -4,7 +4,7 @@ import "math"
 
 // Reuse lets the block leave that promises the fewest hits for the room it takes. What a block promises it learns from what it sees: how soon, and how likely, blocks of a class are used again
 // at each age (lives.go). Since it looks at blocks that have left as well (ghosts.go), it knows also of uses that come later than this node keeps anything. It asks itself what plain LRU would have
-// hit with the same room, and keeps LRU's order while it does worse (guard.go).
+// hit with the same room, begins with LRU's order, and leaves it while its own proves better (guard.go).
 //
 // Its clock counts blocks that were used or came, so that it does not run while the node is idle. A block's class says which turn of its conversation it was used in, how long that request was,
 // and how much of it was new. It takes no time and no randomness from outside: the same calls give the same answers.

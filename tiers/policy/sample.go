@@ -151,7 +151,7 @@ func (s *sampleSet) worth(m *Meta) float32 {
 	return s.r.worth(m)
 }
 
-// look considers n blocks of a list that were used last at least so long ago; all of the list where that is no more.
+// look considers n blocks of a list that were used last at least so long ago; all of the list where it has no more than looksAll times as many.
 func (s *sampleSet) look(c *choice, ids []ID, n int, ago uint32) {
 	all := len(ids) <= looksAll*n
 	if all {

@@ -61,6 +61,24 @@ func scan(seed uint64, requests int) []request {
 	return out
 }
 
+// ring: documents in a ring that no LRU keeps, and among so many requests one for a prompt that is always the same.
+func ring(seed uint64, requests, hot int) []request {
+	rng := rand.New(rand.NewPCG(seed, 7))
+	docs := make([][]uint64, 401)
+	for i := range docs {
+		docs[i] = chainOf(rng, nil, 20+rng.IntN(20))
+	}
+	var out []request
+	for i := range requests {
+		d := docs[1+i%400]
+		if hot > 0 && rng.IntN(hot) == 0 {
+			d = docs[0]
+		}
+		out = append(out, request{at: int64(i+1) * 1e8, chain: d})
+	}
+	return out
+}
+
 // chat: conversations that grow, think times exponential, each turn the last with one probability.
 func chat(seed uint64, requests int) []request { return chatFrom(seed, requests, 1e9, 0.6, 90) }
 
