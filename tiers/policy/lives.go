@@ -196,18 +196,22 @@ func (l *lives) edge(class uint8, b int) float32 {
 func (l *lives) expose(c *cell) {
 	alive, now := 0.0, l.cohort(l.touches)
 	for b := bins - 1; b >= 0; b-- {
-		here, kept := int32(0), [rooms]int32{}
+		var by [1 << rooms]int32 // of those that were dropped from the same rooms
 		for age := binStart[b]; age < binStart[b+1]; age++ {
 			at := (now - uint32(age)) % cohorts
-			here += c.open[at]
-			for i := range kept {
-				if c.dropped[at]>>i&1 == 0 {
-					kept[i] += c.open[at]
+			by[c.dropped[at]%(1<<rooms)] += c.open[at]
+		}
+		here := int32(0)
+		for i := range c.kept {
+			c.kept[i][b] = 0
+		}
+		for dropped, n := range by {
+			here += n
+			for i := range c.kept {
+				if dropped>>i&1 == 0 {
+					c.kept[i][b] += float64(n)
 				}
 			}
-		}
-		for i, n := range kept {
-			c.kept[i][b] = float64(n)
 		}
 		c.hits[b] *= l.decay
 		c.lost[b] *= l.decay
