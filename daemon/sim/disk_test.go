@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"os"
+	"strings"
 	"sync"
 	"time"
 	"unsafe"
@@ -221,7 +222,7 @@ func (h *handle) Info() nvme.Info { return nvme.Info{Engine: "sim", Direct: true
 // Close is nvme.Device.
 func (h *handle) Close() error { return nil }
 
-// openDisks opens the drives of a node for an incarnation. One whose superblock is damaged is refused, and the operator gives the node a new one.
+// openDisks opens the drives of a node for an incarnation. One of whose superblock both copies are damaged is refused, and the operator gives the node a new one.
 func (n *node) openDisks(d *daemon) (found [][]pool.Resident) {
 	for _, k := range n.disks {
 		drive, keep, err := n.openDisk(d, k)
@@ -232,6 +233,9 @@ func (n *node) openDisks(d *daemon) (found [][]pool.Resident) {
 		}
 		if err != nil {
 			n.w.fatalf("open %v: %v", k, err)
+		}
+		if strings.Contains(strings.Join(drive.Notes(), " "), "superblock") {
+			n.w.saw("superblocks written anew", 1)
 		}
 		d.drives, found = append(d.drives, drive), append(found, keep)
 	}
@@ -326,7 +330,10 @@ func (n *node) diskFlip() {
 		case 0, 1:
 			at = 2<<20 + n.w.r.Int64N(diskSlabs)*(2<<20) + n.w.r.Int64N(16<<10)
 		case 2:
-			at = n.w.r.Int64N(512)
+			at = n.w.r.Int64N(64) // the superblock: one of its copies, or both
+			if n.w.r.IntN(2) == 0 {
+				k.content.Flip(12288+at, 0)
+			}
 		}
 		k.content.Flip(at, uint(n.w.r.IntN(8)))
 	}

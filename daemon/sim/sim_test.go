@@ -28,7 +28,7 @@ var reached = []string{
 	"blocks over the network", "requests lost", "answers lost", "requests twice", "claims twice", "claims renewed", "flips", "links broken", "links hung",
 	"refused: another instance", "refused: epoch", "refused: tp", "refused: secret", "tickets again", "tickets of another epoch", "offers of a dead scheduler", "workers replaced", "pool flips", "broken blocks dropped", "broken_blocks/pool", "claims ended while they are read",
 	"demote_blocks/moved", "demote_blocks/failed", "promote_blocks/moved", "promote_blocks/failed", "promote_blocks/corrupt", "broken_blocks/nvme", "drives/degraded", "drives/recovered",
-	"disk: reads fail", "disk: writes fail", "disk: syncs fail", "disk flips", "disks replaced", "power failures", "durable blocks", "prefetches",
+	"disk: reads fail", "disk: writes fail", "disk: syncs fail", "disk flips", "superblocks written anew", "disks replaced", "power failures", "durable blocks", "prefetches",
 }
 
 // TestSim runs the seeds. A seed that fails is printed, and replays alone.

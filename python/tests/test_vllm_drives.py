@@ -135,7 +135,7 @@ def test_a_damaged_drive(model, reference, node, tmp_path):
                 assert 0 < loaded < 22 and broken == 0
             else:
                 assert 0 < loaded < 22 and broken > 0
-                assert "the file had" in node.log_path.read_text()
+                assert "is to have" in node.log_path.read_text()
             # What was broken has left, so that it is stored anew.
             engine.run("wait_stored")
             assert engine.run("reset")
