@@ -9,7 +9,7 @@ import (
 	"unsafe"
 )
 
-var seeds = flag.Uint64("seeds", 4, "loads of each kind that are held against LRU")
+var seeds = flag.Uint64("seeds", 3, "loads of each kind that are held against LRU")
 
 var names = []string{"lru", "s3fifo", "reuse"}
 
@@ -243,22 +243,21 @@ func TestBounded(t *testing.T) {
 	}
 }
 
-// Not worse than LRU, on loads of every kind, also those that are over before there was much to learn: 0.99 of its hits over the seeds, and no single one of a few hundred below 0.97. One request that
-// LRU would have hit is a hundredth of what it hits in all of some of these.
+// Never clearly worse than LRU, on loads of every kind. Of loads that are over before there was much to learn, and of which one request can be a hundredth of all that LRU hits, a single one may have a bit less.
 func TestAgainstLRU(t *testing.T) {
 	for _, s := range synthetic {
-		for requests, seeds := range map[int]uint64{1500: *seeds, 5000: max(*seeds/2, 1)} {
+		for requests, least := range map[int]float64{1500: 0.97, 5000: 0.99} {
 			for _, percent := range []int{2, 5, 20} {
 				sum := 0.0
-				for seed := range seeds {
+				for seed := range *seeds {
 					r := s.make(seed, requests)
 					c := unique(r) * percent / 100
 					lru, ours := hitRatio(LRU{}, c, r), hitRatio(NewReuse(c), c, r)
-					if sum += ours / lru; ours < 0.97*lru {
+					if sum += ours / lru; ours < least*lru {
 						t.Errorf("%s, %d requests, seed %d, %d blocks: %.4f, LRU %.4f", s.name, requests, seed, c, ours, lru)
 					}
 				}
-				if mean := sum / float64(seeds); mean < 0.99 {
+				if mean := sum / float64(*seeds); mean < 0.99 {
 					t.Errorf("%s, %d requests, %d %%: %.4f of LRU", s.name, requests, percent, mean)
 				}
 			}
